@@ -9,47 +9,54 @@ __all__ = ['train', 'load', 'evaluate', 'export']
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from pkgutil import resolve_name
 from tempfile import TemporaryDirectory
 
 import torch
 
 from .core.usage import check_known
-from .core.fields import OWN_ROWS,Pos,as_type
-from .core.config import FIELDS,change,preset as preset_of
+from .core.fields import Format,OWN_ROWS,Pos,as_type
+from .core.config import BACKBONE_RATES,FIELDS,change
+from .core.config import preset as preset_of
 from .core.dist import pick_device
-from .core.usage import require
+from .core.usage import check_new_folder,require
 from .data.images import image_processor_of,open_image
 from .data.files import load_configs,own_rows
 from .data.loader import get_dataloaders
 from .answers.answer import Asker
 from .answers.look import compare_answers
 from .runs.run import run
-from .uses.export import open_model
-from .cli import export_parser
+from .uses.export import export_model,open_model
+from .uses.pages import export_graphs
 
 # %% ../nbs/96_api.ipynb #91a1000d
-def _learning(rate): return dict(batch_size=4, lr_mp=rate, lr_vision_backbone=rate, lr_language_backbone=rate)
+def _learning(rate):
+    return dict(batch_size=4, lr_mp=rate, lr_vision_backbone=rate,
+        lr_language_backbone=rate)
 
 # %% ../nbs/96_api.ipynb #91a10006
-_FOR_ROWS = dict(train_dataset_path=OWN_ROWS, stream_dataset=False, data_cutoff_idx=None,
-    num_workers=0, val_workers=0, max_keep_ckpts=1, log_wandb=False, use_lmms_eval=False, hf_repo_name=None,
+_FOR_ROWS = dict(train_dataset_path=OWN_ROWS, stream_dataset=False,
+    data_cutoff_idx=None,
+    num_workers=0, val_workers=0, max_keep_ckpts=1, log_wandb=False,
+    use_lmms_eval=False, hf_repo_name=None,
     long_run_name=False)
 
-def _settings(n, preset, given):
-    "Configurations for `n` rows of your own; what is not given is as in the preset, or as above."
+def _settings(count, preset, given):
+    "Configurations for so many rows of your own; what is not given is as in the preset, or as above."
     vlm_cfg,train_cfg = preset_of(preset)
     check_known(given, FIELDS, 'setting')
-    val_size = min(100, max(1, n//10)) if n > 1 else 0
+    val_size = 0
+    if count > 1: val_size = min(100, max(1, count//10))
     steps = given.get('max_training_steps', train_cfg.max_training_steps)
     quarter = as_type('max_training_steps', steps, Pos)//4
     rates = {}
     if given.get('load_from'): rates = _learning(5e-5)
     elif preset == 'shapes': rates = _learning(1e-3)
+    for name,rate in BACKBONE_RATES.items():
+        if given.get(name): rates.pop(rate, None) # see `change`
     same = given.get('custom_transforms') or given.get('cache_features')
     usual = _FOR_ROWS | rates | dict(random_crop=None if same else .7,
         val_size=val_size, ask_samples=val_size,
-        eval_in_epochs=n > 1, eval_interval=max(1, min(quarter, train_cfg.eval_interval)))
+        eval_in_epochs=count > 1, eval_interval=max(1, min(quarter, train_cfg.eval_interval)))
     return change(vlm_cfg, train_cfg, usual | given)
 
 # %% ../nbs/96_api.ipynb #91a10011
@@ -65,18 +72,21 @@ def train(rows, # pictures, questions and answers, see `own_rows`
     such as `max_training_steps=200` and `run_name='mine'`; checkpoints and log are in
     `checkpoints/RUN_NAME`, the
     model's `run_dir`, with the rows, so that `nanovlm eval RUN_DIR` and other commands work."""
-    given = (dict(console_line='none') if quiet else {}) | settings
+    given = settings
+    if quiet: given = dict(console_line='none') | settings
     loaders:Callable|None = None # those of the command
     if isinstance(rows, (str,Path)):
         given = dict(train_dataset_path=str(rows)) | given
-        how = {n:given[n] for n in ('columns','images_path') if n in given}
-        size = sum(map(len, load_configs(rows, given.get('train_dataset_name', ['default']), **how).values()))
+        names = given.get('train_dataset_name', ['default'])
+        how = {name:given[name] for name in ('columns','images_path') if name in given}
+        count = sum(map(len, load_configs(rows, names, **how).values()))
     else:
-        own = own_rows(rows, given.get('columns', ()))
-        size = len(own)
-        loaders = partial(get_dataloaders, rows=own)
-    vlm_cfg,train_cfg = _settings(size, preset, given)
-    def again(run_dir, *_): return f'train(rows, run_name={run_dir.name!r}, resume=True, ...)'
+        kept = own_rows(rows, given.get('columns', ()))
+        count = len(kept)
+        loaders = partial(get_dataloaders, rows=kept)
+    vlm_cfg,train_cfg = _settings(count, preset, given)
+    def again(run_dir, *_):
+        return f'train(rows, run_name={run_dir.name!r}, resume=True, ...)'
     return load(run(vlm_cfg, train_cfg, loaders=loaders, command=again if loaders else None))
 
 # %% ../nbs/96_api.ipynb #91a10012
@@ -94,24 +104,27 @@ def evaluate(model:Asker|str|Path, rows)->dict[str,dict]: # or what `load` takes
     (right, asked)."""
     asker = model if isinstance(model, Asker) else load(model)
     white = asker.model.cfg.pixel_max
-    seen = []
+    decoded = []
     for row in own_rows(rows):
         images = [open_image(picture, white) for picture in row['images'] or []]
-        seen.append(row | dict(images=images))
-    return compare_answers(asker, seen)[0]
+        decoded.append(row | dict(images=images))
+    return compare_answers(asker, decoded)[0]
 
 # %% ../nbs/96_api.ipynb #91a1001e
 def export(model:Asker|str|Path, folder:str|Path, format:str='smolvlm')->Path: # or what `load` takes
     """Writes a model for other programs, and returns the directory that it wrote; of a model in memory its
     weights as they are. Formats are smolvlm, idefics3, nanovlm, peft, onnx, web and gguf."""
+    kind = as_type('format', format, Format)
+    check_new_folder(folder)
+    checkpoint:str|Path = ''
     with TemporaryDirectory() as tmp:
-        checkpoint = model
         if isinstance(model, Asker):
             standard = model.image_processor==image_processor_of(model.model.cfg)
             require(standard, 'this model has an image processor of its own, which no other program has: '
                 'write the weights alone with model.model.save_pretrained(FOLDER)')
             checkpoint = Path(tmp)/'model'
             model.model.save_pretrained(checkpoint, model.tokenizer)
-        values = export_parser().parse_args([str(checkpoint), str(folder), '--format', format])
-        resolve_name(values.does)(values)
+        else: checkpoint = model
+        write = export_graphs if kind in ('onnx','web') else export_model
+        write(checkpoint, folder, kind)
     return Path(folder)

@@ -11,10 +11,10 @@ from safetensors.torch import save_file
 from nanovlm_nb.training.checkpoint import load_optimizer
 from nanovlm_nb.core.config import evolve,preset
 from nanovlm_nb.core.settings import parse_args
-from nanovlm_nb.core.dist import destroy_dist, init_dist, set_seed
+from nanovlm_nb.core.dist import destroy_dist, init_dist, is_sharded, set_seed, this_rank
 from nanovlm_nb.data.packing import collate_packs, pack
 from nanovlm_nb.runs.run import run
-from nanovlm_nb.training.shard import full_weights, load_full_weights
+from nanovlm_nb.training.shard import load_full_weights, pieces_of, use_whole
 from nanovlm_nb.training.trainer import Guard
 from nanovlm_nb.training.trainer import NoLog, save, train_step, validation_loss
 from nanovlm_nb.training.trainer import make_trainer as put_together
@@ -70,6 +70,14 @@ def new_model(changes):
     "A small model with the same random weights each time."
     set_seed(0)
     return VisionLanguageModel(evolve(preset('shapes')[0], **SMALL | changes), load_backbone=False).train()
+
+
+def full_weights(model):
+    "The state dict of a plain model; of a sharded one on rank 0's CPU, and an empty one elsewhere; all ranks call."
+    if not is_sharded(model): return model.state_dict()
+    weights = {}
+    use_whole(pieces_of(model), this_rank(), weights.update)
+    return weights
 
 
 def make_trainer(dist, run_dir, model, run):

@@ -21,12 +21,23 @@ from nanovlm_nb.core.config import tiny
 from nanovlm_nb.core.usage import UsageError
 from nanovlm_nb.data.drops import Dropped,Drops
 from nanovlm_nb.data.rows import UnusedColumn,columns_of,unread_of
+from nanovlm_nb.data.samples import to_row
 from nanovlm_nb.data.images import UnreadableImage, image_size, open_image
 from nanovlm_nb.data.files import load_configs,rename,text_rows,unread_columns
 from nanovlm_nb.data.loader import load_sources
 
 N = 4
 SIDE = 16
+
+
+def lines_of(path, columns=()):
+    "The usable rows of files of lines, and what is left out."
+    drops = Drops()
+    kept = []
+    for i, row in enumerate(text_rows(path, columns=columns)):
+        checked = to_row(row, i, marks=True)
+        drops.add(checked) if isinstance(checked, Dropped) else kept.append(row)
+    return kept, drops
 
 
 def picture(i: int = 0) -> Image.Image: return Image.new('RGB', (SIDE, SIDE), (37*i, 91*i % 256, 90))
@@ -260,7 +271,8 @@ def test_a_sparse_member_and_pipes_cost_themselves(tmp_path):
     for name in ('p.png', 'x.jsonl', 'y.tar'): os.mkfifo(tmp_path/'d'/name)
     with pytest.raises(UnreadableImage, match='is a pipe or a device'): open_image(tmp_path/'d'/'p.png')
     write_lines(tmp_path/'d'/'t.jsonl', [dict(image=None, **ASKED), dict(image='p.png', **ASKED)])
-    assert len(text_rows(tmp_path/'d', drops=(drops := Drops()))) == 1 and drops.reasons == {'t/2': 'missing_image'}
+    rows, drops = lines_of(tmp_path/'d')
+    assert len(rows) == 1 and drops.reasons == {'t/2': 'missing_image'}
 
 
 PNG = b'\x89PNG'
@@ -311,13 +323,13 @@ def test_a_named_column_takes_the_place_of_its_kind(tmp_path, stream):
 def test_options_that_cannot_be_understood_leave_the_row_out(tmp_path):
     answers = ['B', 'c', 2, '1', 'a cow', '(A)', 'B. a card']
     write_lines(tmp_path/'t.jsonl', [dict(question='What?', options=['a dog', 'a card'], answer=answer) for answer in answers] + [dict(question='What?', options=['2', '1', '0'], answer='1')])
-    rows = text_rows(tmp_path/'t.jsonl', drops=(drops := Drops()))
-    assert rows['row_id'][:] == ['1', '4', '6', '7', '8'] and [*drops.reasons] == ['t/2', 't/3', 't/5']
-    assert [turns[0]['assistant'] for turns in rows['texts'][:]] == ['B. a card', 'B. a card', 'A. a dog',
+    rows, drops = lines_of(tmp_path/'t.jsonl')
+    assert [row['row_id'] for row in rows] == ['1', '4', '6', '7', '8'] and [*drops.reasons] == ['t/2', 't/3', 't/5']
+    assert [row['texts'][0]['assistant'] for row in rows] == ['B. a card', 'B. a card', 'A. a dog',
                                                                      'B. a card', 'B. 1']
     write_lines(tmp_path/'u.jsonl', [dict(question='What?', options=['0', '2', '1'], answer='1')])
     with pytest.raises(UsageError, match='may be B or C .*write `choice=answer` into columns'): text_rows(tmp_path/'u.jsonl')
-    assert text_rows(tmp_path/'u.jsonl', columns=['choice=answer'])['texts'][0][0]['assistant'] == 'B. 2'
+    assert text_rows(tmp_path/'u.jsonl', columns=['choice=answer'])[0]['texts'][0]['assistant'] == 'B. 2'
 
 
 def test_a_name_that_is_not_there_is_guessed(tmp_path):
@@ -380,7 +392,8 @@ def test_a_stream_under_other_names_is_read_as_its_table(tmp_path):
 
 def test_a_text_in_another_encoding_costs_itself(tmp_path):
     (tmp_path/'t.csv').write_bytes('question,answer\nWhat?,a\nWhat?,é\nWhat?,b\n'.encode('latin-1'))
-    assert text_rows(tmp_path/'t.csv', drops=(drops := Drops()))['row_id'][:] == ['1', '3'] and 'no UTF-8' in drops.first['bad_line']
+    rows, drops = lines_of(tmp_path/'t.csv')
+    assert [row['row_id'] for row in rows] == ['1', '3'] and 'no UTF-8' in drops.first['bad_row']
     for name in ('u.csv', 'u.jsonl'):
         (tmp_path/name).write_bytes('question,answer'.encode('utf-16'))
         with pytest.raises(UsageError, match=f'{name} is UTF-16: save it as UTF-8'): text_rows(tmp_path/name)
@@ -409,7 +422,7 @@ def test_a_stream_of_many_files_takes_no_descriptor_for_each(tmp_path):
     for k in range(3):
         (tmp_path/'d'/f'c{k}').mkdir(parents=True)
         for i in range(120): pyarrow.parquet.write_table(table, tmp_path/'d'/f'c{k}'/f'{i}.parquet')
-    code = ('import os, resource; resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128)); from nanovlm_nb.data.loader import load_configs; from nanovlm_nb.data.sources import StreamSource;'
+    code = ('import os, resource; resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128)); from nanovlm_nb.data.files import load_configs; from nanovlm_nb.data.sources import StreamSource;'
             f'source = StreamSource(load_configs({str(tmp_path/"d")!r}, ["all"], streaming=True)); print(len(source.shares), sum(1 for _ in source.rows_of(0, 1, 0)))')
     done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True)
     assert done.stdout.split() == ['360', '360'], done.stderr

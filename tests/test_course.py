@@ -52,7 +52,7 @@ def test_every_cell_of_the_course_runs_in_a_kernel(name, tmp_path):
 
 def test_a_notebook_does_not_start_the_script():
     "In a kernel `__name__` is `__main__`; in a program of its own the last cell of a script's notebook runs it."
-    for name in ('69_cli.ipynb', '98_train.ipynb'):
+    for name in ('97_cli.ipynb', '98_train.ipynb'):
         cell, = (c['source'] for c in cells(NBS/name, 'code') if "__name__=='__main__'" in c['source'])
         code = compile(cell, name, 'exec')
         exec(code, dict(__name__='__main__'))

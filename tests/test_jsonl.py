@@ -13,12 +13,13 @@ from PIL import Image
 import nanovlm_nb.data.loader as load
 from nanovlm_nb.core.config import VLMConfig
 from nanovlm_nb.core.usage import UsageError
-from nanovlm_nb.data.drops import Drops
+from nanovlm_nb.data.drops import Dropped,Drops
 from nanovlm_nb.data.samples import VQADataset,to_row
 from nanovlm_nb.data.prompts import MARK, number_marks, place_pictures
 from nanovlm_nb.data.images import get_image_processor
 from nanovlm_nb.compat.padded import VLMDataset, collate_items, jsonl_loader
 from nanovlm_nb.data.files import text_rows
+from nanovlm_nb.data.sources import MapSource, Parts, StreamSource
 from nanovlm_nb.data.packing import pack
 from nanovlm_nb.core.tokenizer import train_tokenizer
 from nanovlm_nb.model.vlm import VisionLanguageModel
@@ -91,8 +92,7 @@ def test_rows_train_as_others_do(folder, tokenizer):
         assert (p.tokens, p.images, p.tiles) == (len(s['input_ids']), len(s['images']),
                                                  sum(map(len, s['images'])))
     assert (v[6], v.drops.reasons, v[8]['id']) == (None, {'train/7': 'no_turns'}, 'train/9')
-    other = datasets.Dataset.from_list([dict.fromkeys(rows.features) | dict(images=[Image.new('RGB', (9, 9))], texts=[dict(user='q', assistant='a')], source='x')], features=rows.features)
-    both = datasets.concatenate_datasets([rows, other])
+    both = Parts([rows, [dict(images=[Image.new('RGB', (9, 9))], texts=[dict(user='q', assistant='a')], source='x')]])
     assert [len(VQADataset(both, tokenizer, get_image_processor(SIDE, SIDE), FEATURES)[i]['images']) for i in (8, 9)] == [2, 1]
 
 
@@ -102,25 +102,48 @@ def test_bad_lines_are_named(tmp_path, caplog):
     bad = ['{', '[]', '7', '{}', json.dumps(dict(conversations=said('q'))),
            json.dumps(dict(image='none.jpg', conversations=said('q', 'a'))), good.replace('世', '\\ud800')]
     (tmp_path/'x.jsonl').write_bytes('\r\n'.join(['\ufeff'+good, '', *bad, good]).encode() + b'\n\xff\n')
-    drops = Drops()
-    with caplog.at_level(logging.INFO, 'nanovlm_nb'): rows = text_rows(tmp_path, drops=drops)
-    assert rows['row_id'][:] == ['1', '10'] and rows['texts'][1] == [dict(user='世', assistant='界')]
-    assert drops.ids('missing_image') == ['x/8']
-    assert drops.ids('bad_line') == [f'x/{n}' for n in (3, 4, 5, 6, 7, 9, 11)]
-    told = [r.getMessage() for r in caplog.records]
-    assert all(any(m.startswith(f'dropped x/{n}: ') for m in told) for n in (3, 4, 5, 6, 7, 8, 9, 11))
-    warned = [m for r, m in zip(caplog.records, told) if r.levelno == logging.WARNING]
-    assert [m[:22] for m in warned[:2]] == ['left out x/3: bad_line', 'left out x/8: missing_'] and 'put it there' in warned[1]
-    assert warned[2:] == [f"{tmp_path}: lines left out: {{'bad_line': 7, 'missing_image': 1}}; level INFO names each"]
+    for source in (MapSource(text_rows(tmp_path), shuffle=False), StreamSource(dict(default=text_rows(tmp_path)))):
+        drops = Drops()
+        kept = {}
+        for _, row in source.rows_of(0, 1, 0):
+            if isinstance(row, Dropped): drops.add(row)
+            else: kept[row['row_id']] = row['texts']
+        assert kept.keys() == {'1', '10'} and kept['10'] == [dict(user='世', assistant='界')]
+        missing, = drops.ids('missing_image')
+        assert missing.endswith('x/8') and 'put it there' in drops.first['missing_image']
+        assert sorted(int(id.split('/')[-1]) for id in drops.ids('bad_row')) == [3, 4, 5, 6, 7, 9, 11]
 
 
 def test_pieces(tmp_path, monkeypatch):
     "A table made of pieces is the table made at once."
-    file = write(tmp_path/'x.jsonl', [dict(conversations=said(f'q{i}', str(i))) for i in range(10)])
-    whole = text_rows(file).to_list()
-    for n in (1, 3, 10, 11):
+    file = write(tmp_path/'x.jsonl', [*(dict(conversations=said(f'q{i}', str(i))) for i in range(10)), ' ', '', '\t{}'])
+    whole = load._line_places(file)
+    assert whole['number'].to_pylist() == [*range(1, 11), 13]
+    for n in (1, 3, 10, 11, 1000):
         monkeypatch.setattr(load, 'PIECE', n)
-        assert text_rows(file).to_list() == whole
+        assert load._line_places(file) == whole
+
+
+def test_the_index_of_a_file_is_made_once_and_again_when_it_is_needed(tmp_path, monkeypatch):
+    "From the cache, which ranks share; anew when the index is damaged, when the file has changed, and when there is no room."
+    monkeypatch.setattr(datasets.config, 'HF_DATASETS_CACHE', tmp_path/'cache')
+    scans = []
+    scan = load._line_places
+    monkeypatch.setattr(load, '_line_places', lambda file: scans.append(file) or scan(file))
+    file = write(tmp_path/'x.jsonl', [dict(question=f'{i}?', answer='a') for i in range(5)])
+    def asked(): return [row['texts'][0]['user'] for row in text_rows(file)]
+    assert asked() == asked() == [f'{i}?' for i in range(5)] and len(scans) == 1
+    index, = (tmp_path/'cache'/'nanovlm').iterdir()
+    whole = index.read_bytes()
+    for damaged in (b'', whole[:-50], b'x'*len(whole), whole[:300] + bytes([whole[300] ^ 1]) + whole[301:]):
+        index.write_bytes(damaged)
+        assert asked() == [f'{i}?' for i in range(5)]
+    assert len(scans) == 5 and index.read_bytes() == whole
+    write(file, [dict(question='new?', answer='a')])
+    load._reading.cache_clear()
+    assert asked() == ['new?'] and len(scans) == 6
+    monkeypatch.setattr(datasets.config, 'HF_DATASETS_CACHE', file)  # no folder: nothing can be written
+    assert asked() == ['new?'] and len(scans) == 7
 
 
 def test_marks_at_random():

@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 from test_docs import ROOT, cells
 
+from nanovlm_nb.cli import COMMANDS
+
 NOTEBOOK = re.compile(r'(\d\d)_([\w.]+)\.ipynb')
-TORCH_FREE = ('usage', 'fields', 'config', 'settings', 'run_dir', 'clock', 'schedule', 'advice', 'flops', 'train', 'cli')
+TORCH_FREE = ('usage', 'fields', 'config', 'settings', 'run_dir', 'schedule', 'advice', 'flops', 'train', 'cli')
 HEAVY = ('torch', 'transformers', 'datasets', 'numpy', 'wandb', 'matplotlib', 'PIL')
 LATER = {('evaluations', 'cli'), ('doctor', 'train')}  # starts it as a process of its own
 
@@ -63,6 +65,14 @@ def test_imports_go_to_lower_numbers(module):
         assert other in NOTEBOOKS, f'{module} imports {other}, which has no notebook'
         assert number(other) < number(module), f'{number(module)}_{module} imports {number(other)}_{other}'
         assert {other.split('.')[0], module.split('.')[0]} != {'model', 'data'}, f'model and data import each other: {module}, {other}'
+
+
+def test_each_command_imports_what_it_does():
+    "In its own body: the start of one command costs no other. Only the script imports the command line."
+    tree = ast.parse(source('cli').read_text(encoding='utf-8'))
+    bodies = {n.name.strip('_'): [m.module for m in ast.walk(n) if isinstance(m, ast.ImportFrom)] for n in tree.body if isinstance(n, ast.FunctionDef)}
+    assert {name for name, modules in bodies.items() if modules} == {*COMMANDS}
+    assert {module for module in MODULES if 'cli' in imported(module)} == {'train'}
 
 
 def loaded_by(code: str) -> set[str]:

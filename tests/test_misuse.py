@@ -107,7 +107,7 @@ def test_every_number_of_a_command_has_bounds(command):
     for name in (n for n, p in signature(COMMANDS[command]).parameters.items() if rule_of(p.annotation)[0] in (int, float) and p.default is not p.empty):
         for wrong in ('x', 'nan', 'inf', '-1'):
             places = dict(ask=['a/b'], export=['a/b', 'new'], runs=['.'], replay=['.']).get(command, [])
-            with pytest.raises(UsageError, match=f'{name} is {wrong}: give '): COMMANDS[command]().parse_args([*places, f'--{name}={wrong}'])
+            with pytest.raises(UsageError, match=f'{name} is {wrong}: give '): main([command, *places, f'--{name}={wrong}', '--debug'])
 
 
 # --- what is no error of use

@@ -20,7 +20,7 @@ from nanovlm_nb.core.usage import UsageError
 from nanovlm_nb.model.files import Tensors
 from nanovlm_nb.model.backbones import is_computed
 from nanovlm_nb.tools.plan import _largest_unit, memory, sizes
-from nanovlm_nb.training.shard import full_weights, pieces_of, read_rest, shard_model, use_whole
+from nanovlm_nb.training.shard import pieces_of, read_rest, shard_model, use_whole
 
 HERE = Path(__file__).resolve().parent
 
@@ -178,7 +178,7 @@ def test_one_tensor_is_whole_at_a_time():
             return made
         model.unread = Tensors({name: partial(make, name) for name in values if not is_computed(name)})
         model = read_rest(shard_model(model, dist, 'zero3'), dist)
-        after = full_weights(model)
+        after = sharded.full_weights(model)
         reads = most[:]
         def write(whole):
             for name in whole: alive.add(whole[name].untyped_storage()), most.append(len(alive))

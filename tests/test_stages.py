@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 import torch
-from commands import TINY, nanovlm, train, updates
+from commands import TINY, nanovlm, record, train, updates
 from safetensors.torch import load_file
 from transformers import SiglipVisionConfig, SiglipVisionModel
 
@@ -182,3 +182,30 @@ def test_minimind_stage(tmp_path, use_moe):
     best = VisionLanguageModel.from_pretrained(run_dir/(run_dir/'best_checkpoint').read_text().strip()).state_dict()
     begun = VisionLanguageModel.from_pretrained(tmp_path/'checkpoints'/'next'/'step_0').state_dict()
     assert all(torch.equal(best[k][:448], begun[k][:448]) for k in best), 'the tower comes from its backbone, rows of image tokens begin anew'
+
+
+# --- the projector first
+
+PROJECTOR = [*SMALL, '--projector_steps', 3, '--save_interval', 1, '--max_keep_ckpts', -1]
+
+
+def test_the_projector_alone_then_all(tmp_path):
+    "Its updates are those of a run with frozen backbones, to the bit; then the others train, on any number of ranks."
+    train([*PROJECTOR, '--run_name', 'two'], tmp_path)
+    train([*SMALL, '--run_name', 'alone', '--lr_backbones', 0], tmp_path)
+    assert changed(tmp_path, 'two', 3) == {'MP.proj.weight'} and losses(tmp_path, 'two')[:3] == losses(tmp_path, 'alone')[:3]
+    assert {name.split('.')[0] for name in changed(tmp_path, 'two')} == {'MP', 'decoder', 'vision_encoder'}
+    assert [u['lr_decoder'] > 0 for u in updates(tmp_path/'checkpoints'/'two')] == [False]*3+[True]*3
+    assert line(tmp_path, 'two', 'projector_steps') == 'projector_steps 3: the projector begins alone, the backbones follow'
+    train([*PROJECTOR[:-6], '--projector_steps', .5, '--run_name', 'ranks', '--batch_size', 1, '--sharding', 'zero2'], tmp_path, ranks=2)
+    close(losses(tmp_path, 'ranks'), losses(tmp_path, 'two'), 1e-5)
+
+
+@pytest.mark.parametrize('step', [2, 3, 4])
+def test_a_run_in_two_stages_resumes(tmp_path, step):
+    "From a checkpoint in either stage, and from the last of the first, everything is as without a break."
+    train([*PROJECTOR, '--run_name', 'r'], tmp_path)
+    shutil.copytree(tmp_path/'checkpoints'/'r'/f'step_{step}', tmp_path/'checkpoints'/'again'/f'step_{step}')
+    train(['--run_name', 'again', '--resume', 'True'], tmp_path)
+    assert record(tmp_path/'checkpoints'/'again')[1] == record(tmp_path/'checkpoints'/'r')[1]
+    assert losses(tmp_path, 'again') == losses(tmp_path, 'r')[step:]

@@ -7,10 +7,13 @@ import multiprocessing
 import os
 import random
 import shutil
+import tarfile
+import threading
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice, takewhile
 from pathlib import Path
 
@@ -20,6 +23,8 @@ import pytest
 import torch
 from PIL import Image
 
+import nanovlm_nb.data.lanes as lanes_module
+import nanovlm_nb.data.loader as load
 from nanovlm_nb.core.config import evolve, preset
 from nanovlm_nb.data.samples import VQADataset
 from nanovlm_nb.core.dist import Dist, seed_worker
@@ -28,7 +33,7 @@ from nanovlm_nb.data.lanes import PackRules
 from nanovlm_nb.data.loader import PackLoader,merge_states,pack_workers
 from nanovlm_nb.data.loader import get_dataloaders, load_sources, load_tokenizer, make_samples, pack_loader
 from nanovlm_nb.data.sources import MapSource
-from nanovlm_nb.training.update import _report,gather_update
+from nanovlm_nb.training.update import gather_update
 
 pytestmark = [pytest.mark.usefixtures('one_thread'), pytest.mark.filterwarnings('ignore:This DataLoader will create')]
 LENGTH = 128
@@ -129,14 +134,34 @@ DATA = [draw_data(seed) for seed in range(20)]
 CASES_EACH = 5
 
 
+class Exchange:
+    "What ranks that are threads of this process tell each other; all of them wait for the last."
+    def __init__(self, ranks):
+        self.said = [None]*ranks
+        self.barrier = threading.Barrier(ranks)
+
+    def all_of(self, rank, what):
+        self.said[rank] = what
+        self.barrier.wait()
+        said = list(self.said)
+        self.barrier.wait()
+        return said
+
+
 @dataclass(frozen=True)
 class Played(Dist):
-    "One of the ranks that are played in one process; it knows what all of them say."
-    said: list = field(default_factory=list)
+    "One of the ranks that are threads of one process."
+    exchange: Exchange = None
 
-    def gather(self, obj):
-        assert obj == self.said[self.rank]
-        return self.said
+    def gather(self, obj): return self.exchange.all_of(self.rank, obj)
+
+    def reduce(self, numbers, op='sum'):
+        add = dict(sum=sum, max=max)[op]
+        return [add(column) for column in zip(*self.gather(numbers), strict=True)]
+
+    def to_master(self, data, size):
+        everyone = self.gather(data.ljust(size, b'\0'))
+        return everyone if self.is_master else []
 
 
 def packs_of(batch):
@@ -151,8 +176,11 @@ def global_updates(loaders, accumulation):
     batches = [iter(l) for l in loaders]
     while True:
         mine = [list(islice(b, accumulation)) for b in batches]
-        said = [_report(ms, rank) for rank, ms in enumerate(mine)]
-        updates = [gather_update(ms, Played(r, len(loaders), said=said), l.idle) for r, (ms, l) in enumerate(zip(mine, loaders))]
+        exchange = Exchange(len(loaders))
+        with ThreadPoolExecutor(len(loaders)) as ranks:
+            asked = [ranks.submit(gather_update, ms, Played(r, len(loaders), exchange=exchange), l.idle)
+                     for r, (ms, l) in enumerate(zip(mine, loaders))]
+        updates = [update.result() for update in asked]
         if None in updates: break
         assert len({(u.digest, u.targets, u.tokens, u.samples, len(u.micro_batches)) for u in updates}) == 1
         yield [p for m in range(accumulation) for u in updates for p in packs_of(u.micro_batches[m])]
@@ -390,3 +418,93 @@ def test_windows_grow_and_resume_anywhere(tokenizer):
     befores = sorted({s[2] for _, state in whole for s in state['states'].values()})
     assert befores[2]-befores[1] > befores[1] > 0 and len(whole) > 10
     for n, (_, state) in enumerate(whole): assert [ids for ids, _ in played(state)] == [ids for ids, _ in whole[n+1:]]
+
+
+def write_tar(path, n, more=''):
+    "A tar of texts, the parts of a sample apart from each other."
+    with tarfile.open(path, 'w') as tar:
+        for end in ('png', 'json'):
+            for i in range(n):
+                data = png(random.Random(i)) if end == 'png' else json.dumps(dict(question=f'{i}{more}?', answer='yes')).encode()
+                info = tarfile.TarInfo(f'{i:03}.{end}')
+                info.size = len(data)
+                tar.addfile(info, io.BytesIO(data))
+
+
+def write_lines(path, n):
+    path.write_text('\n'.join(json.dumps(dict(question=f'{i}?', answer='yes '*(i % 9))) for i in range(1, n+1)))
+
+
+def questions(source, lane=0, lanes=1, at=None):
+    return [row['texts'][0]['user'].split()[-1] for _, row in source.rows_of(lane, lanes, 0, at)]
+
+
+def test_a_tar_is_indexed_once_and_a_lane_reads_its_own_samples(tmp_path, monkeypatch):
+    "The index is made again when it is damaged and when the tar has changed; of four lanes, and after a resume, none reads a sample of another."
+    monkeypatch.setattr(datasets.config, 'HF_DATASETS_CACHE', tmp_path/'cache')
+    scans = []
+    scan = load._sample_places
+    monkeypatch.setattr(load, '_sample_places', lambda file: scans.append(file) or scan(file))
+    write_tar(tmp_path/'a.tar', 40)
+    def source():
+        load._open_tar.cache_clear()
+        return load_sources(train_cfg(tmp_path/'a.tar', ['default'], val_size=0))[0]
+    whole = questions(source())
+    assert whole == [f'{i}?' for i in range(40)] == questions(source()) and len(scans) == 1
+    index, = (tmp_path/'cache'/'nanovlm').iterdir()
+    made = index.read_bytes()
+    for damaged in (b'', made[:-9], made[:200] + b'x' + made[201:]):
+        index.write_bytes(damaged)
+        assert questions(source()) == whole
+    assert len(scans) == 4 and index.read_bytes() == made
+    opened = source()
+    read = []
+    parsed = load._Tar.parsed
+    monkeypatch.setattr(load._Tar, 'parsed', lambda self, file, place: read.append(place['starts'][0]) or parsed(self, file, place))
+    mine = [*opened.rows_of(1, 4, 0)]
+    assert len(mine) == len(read) == 10
+    assert questions(opened, 1, 4, mine[6][0]) == [row['texts'][0]['user'].split()[-1] for _, row in mine[7:]] and len(read) == 13
+    write_tar(tmp_path/'a.tar', 40, ' new')
+    assert questions(opened) == ['new?']*40 and len(scans) == 5
+
+
+@pytest.mark.parametrize('stream', [True, False])
+def test_lines_are_read_when_they_are_due(tmp_path, tokenizer, stream):
+    "A table and a stream of JSON lines: exact after a resume; a broken line is left out under its number; 30,000 lines of which none is parsed at the start."
+    write_lines(tmp_path/'t.jsonl', 200)
+    text = (tmp_path/'t.jsonl').read_text().splitlines()
+    text[76] = '{"question": '
+    (tmp_path/'t.jsonl').write_text('\n'.join(text))
+    cfg = train_cfg(tmp_path/'t.jsonl', ['default'], stream_dataset=stream, val_size=0, num_of_sequences=3, batch_size=2)
+    def loader(): return get_dataloaders(cfg, VLM, tokenizer=tokenizer)[0]
+    first = loader()
+    whole = [(batch['ids'], json.dumps(first.state_dict())) for batch in first]
+    dropped = first.samples.drops.reasons
+    assert [(id.split('/')[-1], reason) for id, reason in dropped.items() if reason != 'no_turns'] == [('77', 'bad_row')]
+    seen = [id for ids, _ in whole for pack in ids for id in pack]
+    assert len(seen) == len({*seen}) == 200-len(dropped) and len(dropped) < 30
+    for n in (0, len(whole)//2, len(whole)-2):
+        again = loader()
+        again.load_state_dict(json.loads(whole[n][1]))
+        assert [batch['ids'] for batch in again] == [ids for ids, _ in whole[n+1:]]
+
+
+@pytest.mark.skipif(not Path('/proc/self/fd').exists(), reason='descriptors are read from /proc')
+def test_many_lanes_hold_no_file_open(root, tokenizer, monkeypatch):
+    "Twenty lanes in a process give the packs that they give with their files open, and hold none; a state of an older version goes on."
+    cfg = train_cfg(root, ['many', 'saved'], val_size=0, batch_size=4, gradient_accumulation_steps=5, num_of_sequences=2)
+    def played(state=None):
+        loader, _ = get_dataloaders(cfg, VLM, tokenizer=tokenizer)
+        if state: loader.load_state_dict(state)
+        before = len(os.listdir('/proc/self/fd'))
+        batches = iter(loader)
+        first = next(batches)['ids']
+        held = len(os.listdir('/proc/self/fd')) - before
+        return [first, *(b['ids'] for b in batches)], held, loader.state_dict()
+    packs, held, state = played()
+    assert held <= 2 and state['rules']['first'] == 6
+    older = state | dict(rules=state['rules'] | dict(first=8), states={k: [0, None, 0, 0] for k in state['states']})
+    again, _, then = played(older)
+    assert then['rules']['first'] == 8 and sorted(i for ids in again for p in ids for i in p) == sorted(i for ids in packs for p in ids for i in p)
+    monkeypatch.setattr(lanes_module, 'OPEN_LANES', 99)
+    assert played()[0] == packs

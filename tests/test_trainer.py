@@ -16,9 +16,9 @@ from nanovlm_nb.data.loader import get_dataloaders, load_tokenizer
 from nanovlm_nb.data.packing import collate_packs, pack
 from nanovlm_nb.training import trainer as module
 from nanovlm_nb.runs.hook_list import hooks_of
-from nanovlm_nb.training.update import _update_of,tally
+from nanovlm_nb.training.update import gather_update
 from nanovlm_nb.training.schedule import get_lr
-from nanovlm_nb.training.trainer import Hook, accumulate, make_trainer, resume, save, train, train_step, updates, validation_batches, validation_loss
+from nanovlm_nb.training.trainer import Guard, Hook, accumulate, make_trainer, resume, save, train, train_step, updates, validation_loss, validation_updates
 from nanovlm_nb.model.vlm import VisionLanguageModel
 from nanovlm_nb.runs.run import run
 
@@ -103,9 +103,13 @@ def test_get_lr_is_the_recorded_schedule_without_its_overshoot(golden):
 
 def test_the_order_of_the_hooks():
     "What judges the weights follows the checkpoint, and hooks of the user's come before it and before the log."
-    hooks = [type(hook).__name__ for hook in hooks_of(TrainConfig(), [Hook()])]
-    assert hooks == ['Guard', 'BadUpdates', 'LeftOut', 'Meters', 'Hook', 'Log', 'Checkpoint', 'Validate',
-                     'Evaluate']
+    class Late(Hook):
+        order = 25
+    class OwnGuard(Guard):
+        "In the place of the one that it extends."
+    hooks = [type(hook).__name__ for hook in hooks_of(TrainConfig(), [Late(), OwnGuard(), Hook()])]
+    assert hooks == ['OwnGuard', 'BadUpdates', 'LeftOut', 'Meters', 'Hook', 'Log', 'Checkpoint', 'Late',
+                     'Validate', 'Evaluate']
 
 
 def small(folder, batch_size=2, **fields):
@@ -129,7 +133,7 @@ def test_validation_scores_64_batches_without_gradients_and_frees_cached_memory_
     assert (calls, t.model.training, torch.is_grad_enabled()) == ([(False, False)]*64, True, True)
     calls.clear()
     monkeypatch.setattr(torch.cuda, 'empty_cache', lambda: calls.append('empty_cache'))
-    monkeypatch.setattr(module, 'validation_batches', lambda t: calls.append('batches') or iter(()))
+    monkeypatch.setattr(module, 'validation_updates', lambda t: calls.append('batches') or iter(()))
     for device in ('cuda:0', 'cpu'):
         t.dist = replace(t.dist, device=torch.device(device))
         validation_loss(t)
@@ -138,7 +142,7 @@ def test_validation_scores_64_batches_without_gradients_and_frees_cached_memory_
 
 def test_validation_scores_the_same_packs_after_a_new_split(tmp_path):
     "One batch of two packs when the run began; one, two and four packs in a batch afterwards. The loss differs by the order of the sum."
-    def score(t): return sum(bool(ids) for b in validation_batches(t) for ids in b['ids']), validation_loss(t)
+    def score(t): return sum(bool(ids) for update in validation_updates(t) for ids in update.micro_batches[0]['ids']), validation_loss(t)
     began = small(tmp_path, max_val_batches=1)
     save(began)
     packs, loss = score(began)
@@ -155,11 +159,11 @@ def test_idle_micro_batches_have_no_part_in_a_mean_of_means(tmp_path):
     first, second = islice(loader, 2)
     t = make_trainer(VisionLanguageModel(vlm_cfg, load_backbone=False), cfg, [], [])
     def loss(*ranks):
-        "The mean over ranks of what each adds up; each rank is played in turn."
-        reports = [[tally(b) for b in rank] for rank in ranks]
-        most = max(map(len, ranks))
-        t.dist = replace(Dist(), world_size=len(ranks))
-        return sum(accumulate(t, _update_of([*rank, *[loader.idle()]*(most-len(rank))], reports)).item() for rank in ranks)/len(ranks)
+        "The mean over ranks of what each adds up; the ranks are processes."
+        def part(dist):
+            t.dist = dist
+            return accumulate(t, gather_update(ranks[dist.rank], dist, loader.idle)).item()
+        return sum(launch(part, len(ranks)))/len(ranks)
     assert loss([first], []) == pytest.approx(loss([first]), rel=1e-6) == pytest.approx(loss([first, loader.idle()]), rel=1e-6)
     assert loss([first, second], []) == pytest.approx((loss([first])+loss([second]))/2, rel=1e-6) == pytest.approx(loss([first], [second]), rel=1e-6)
 
@@ -208,17 +212,20 @@ class HalfAPicture(list):
         raise KeyError('half a picture')
 
 
-def test_a_data_error_of_one_rank_in_a_validation_reaches_all_ranks():
-    "Two processes: neither waits for the other, and both say what it was."
+@pytest.mark.parametrize('broken', (0, 1))
+def test_a_data_error_of_one_rank_in_a_validation_reaches_all_ranks(broken):
+    "Two processes: neither waits for the other, both say what it was, and the one that is whole says whose it was."
     vlm_cfg, cfg = tiny(batch_size=1, gradient_accumulation_steps=1, dtype='float32', data_cutoff_idx=40)
     batches = list(islice(get_dataloaders(cfg, vlm_cfg)[0], 3))
     def validate(dist):
         torch.manual_seed(0)
         t = make_trainer(VisionLanguageModel(vlm_cfg, load_backbone=False), cfg, batches,
-                         HalfAPicture(batches) if dist.rank else batches, dist=dist)
-        try: validation_loss(t)
-        except KeyError as e: return str(e)
-    assert launch(validate, timeout_s=60) == ["'half a picture'"]*2
+                         HalfAPicture(batches) if dist.rank == broken else batches, dist=dist)
+        with pytest.raises((KeyError, RuntimeError)) as error: validation_loss(t)
+        return str(error.value)
+    said = launch(validate, timeout_s=60)
+    assert said[broken] == "'half a picture'"
+    assert said[1-broken] == f"the data of rank {broken} have failed: KeyError: 'half a picture'"
 
 
 def test_the_first_of_two_equal_judgements_stays_the_best(tmp_path):

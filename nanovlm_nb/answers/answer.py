@@ -5,11 +5,10 @@
 # %% auto #0
 __all__ = ['FEW', 'LONGEST', 'left_pad', 'Reply', 'standard_processor', 'Asker', 'answer_losses', 'Chat', 'Result',
            'questions_of', 'answer_all', 'tally_kinds', 'accuracy', 'accuracy_table', 'plot_answers', 'keep_example',
-           'main']
+           'ask']
 
 # %% ../../nbs/55_answers.answer.ipynb #b908693b
 import base64,io,json,sys
-from argparse import Namespace
 from collections.abc import Iterable,Iterator,Sequence
 from dataclasses import dataclass
 from html import escape
@@ -20,10 +19,10 @@ from typing import TYPE_CHECKING,Any
 import torch
 from PIL import Image
 
-from ..core.usage import require,say
+from ..core.usage import aligned,require,say
 from ..core.fields import IGNORE
 from ..core.dist import pick_device
-from ..core.run_dir import CONFIG,own_parts_of,EXAMPLE,EXAMPLE_PICTURE,newest_run,read_example
+from ..core.run_dir import CONFIG,own_parts_of,EXAMPLE,EXAMPLE_PICTURE,read_example
 from ..core.run_dir import write_atomic
 from ..core.plots import finished,styled
 from ..model.generate import TextStreams
@@ -66,17 +65,20 @@ class Reply(str):
     cut:bool = False # it has max_new_tokens, and would have gone on
 
     def _repr_html_(self):
-        asked = self.question if isinstance(self.question, str) else self.question[-1]['user']
-        pictures = ''.join(f'<img alt="a picture" src="{_picture_uri(im, 160)}"> ' for im in self.images)
+        question = self.question
+        if not isinstance(question, str): question = question[-1]['user']
+        pictures = ''
+        for picture in self.images:
+            pictures += f'<img alt="a picture" src="{_picture_uri(picture, 160)}"> '
         more = ' (cut at max_new_tokens)' if self.cut else ''
-        return f'<p>{pictures}</p><p>{escape(asked)}<br><b>{escape(self)}</b>{more}</p>'
+        return f'<p>{pictures}</p><p>{escape(question)}<br><b>{escape(self)}</b>{more}</p>'
 
 # %% ../../nbs/55_answers.answer.ipynb #a5e40011
 def standard_processor(model:VisionLanguageModel)->ImageProcessor: # of the library
     "Returns what cuts pictures for a model; a UsageError if its run had an image processor of its own."
     folder = model.folder
-    own = own_parts_of(folder.parent) if folder else []
-    require('processor' not in own, f'{folder} was trained with an image processor of its own: bring it in '
+    parts = own_parts_of(folder.parent) if folder else ()
+    require('processor' not in parts, f'{folder} was trained with an image processor of its own: bring it in '
         'Python, load(checkpoint, processor=...); commands and exports do not have it')
     return image_processor_of(model.cfg, ())
 
@@ -121,9 +123,9 @@ class Asker:
         images = [images] if isinstance(images, Image.Image) else list(images)
         if not images: return [],''
         tiles,grids = zip(*map(self.image_processor, images))
-        how = self.model.cfg.mp_image_token_length,self.image_processor.convention
-        if self.numbered: return [*tiles],image_strings(self.tokenizer, [*grids], *how)
-        return [*tiles],''.join(image_strings(self.tokenizer, [grid], *how)[0] for grid in grids)
+        rules = self.model.cfg.mp_image_token_length,self.image_processor.convention
+        if self.numbered: return [*tiles],image_strings(self.tokenizer, [*grids], *rules)
+        return [*tiles],''.join(image_strings(self.tokenizer, [grid], *rules)[0] for grid in grids)
 
     def prompt(self, images:Iterable[Image.Image], # may be empty
         question:str|list[dict], # plain text, or turns of which the last has no 'assistant'
@@ -131,7 +133,8 @@ class Asker:
     )->tuple[list[int],list]: # token ids, one stack of uint8 tiles per picture
         "Returns token ids and tiles of one question."
         tiles,pictures = self.tiles(images)
-        return encode_prompt(self.tokenizer, question, pictures, start, self.inline).tolist(),tiles
+        return encode_prompt(self.tokenizer, question, pictures, start,
+            self.inline).tolist(),tiles
 
     def check_length(self, n:int, max_new_tokens:int)->None: # tokens of the longest prompt, and of its answer
         "Raises a UsageError where prompt and answer need more positions than the model has."
@@ -144,15 +147,18 @@ class Asker:
     )->tuple[list[str],list[int]]: # texts; token ids, the tokenizer's end token first
         "Returns what ends an answer; a text that is a special token counts as its id."
         special = dict(zip(self.tokenizer.all_special_tokens, self.tokenizer.all_special_ids))
-        ends = [self.tokenizer.eos_token_id, *(special.get(s, s) for s in stop)]
-        texts = [end for end in ends if isinstance(end, str)]
-        tokens = [end for end in ends if isinstance(end, int)]
+        texts = []
+        tokens = []
+        for end in (self.tokenizer.eos_token_id, *stop):
+            end = special.get(end, end)
+            if isinstance(end, str): texts.append(end)
+            elif isinstance(end, int): tokens.append(end)
         return texts,tokens
 
-    def sampling(self, how:dict)->dict: # what the caller gave; for `sample`
+    def sampling(self, given:dict)->dict: # what the caller gave; for `sample`
         "Returns how tokens are picked: greedily, unless a rule for drawing is given."
-        if how.keys()&{'temperature','top_k','top_p'}: return how
-        return dict(greedy=True)|how
+        if given.keys()&{'temperature','top_k','top_p'}: return given
+        return dict(greedy=True)|given
 
     def _streams(self, questions, max_new_tokens, stop, shorten, sampling):
         "Yields the texts of a batch after each token, and when they are complete; see `stream`."
@@ -207,13 +213,13 @@ class Asker:
     )->Reply: # the text; Jupyter shows it beside the pictures
         "Answers one question, freely or with the most likely of some choices."
         white = self.model.cfg.pixel_max
-        images = [open_image(as_picture(p), white) for p in as_list(pictures)]
+        images = [open_image(as_picture(picture), white) for picture in as_list(pictures)]
         require(choices is None or len(choices) and not isinstance(choices, str),
             f'choices are {choices!r}: give a list of possible answers')
         if choices is None:
             reply = self([(images, question)], max_new_tokens, **sampling)[0]
         else:
-            texts = [str(c) for c in choices] # numbers, too
+            texts = [*map(str, choices)] # numbers, too
             scores = self.score(images, question, texts)
             reply = Reply(texts[scores.index(max(scores))])
         reply.images = images
@@ -269,7 +275,8 @@ def answer_losses(asker:Asker, turns:list[tuple], # (pictures, question or turns
     require(turns, 'there is no answer to rate: give one or more')
     rows = list(_with_answers(asker, turns, template))
     asker.check_length(max(len(ids) for ids,*_ in rows), 0)
-    ids,mask = left_pad([ids.tolist() for ids,*_ in rows], asker.tokenizer.pad_token_id, asker.device)
+    ids,mask = left_pad([ids.tolist() for ids,*_ in rows],
+        asker.tokenizer.pad_token_id, asker.device)
     labels,_ = left_pad([labels.tolist() for _,labels,_ in rows], IGNORE, asker.device)
     is_target = labels!=IGNORE
     hidden = asker.model.hidden(ids, [tiles for *_,tiles in rows], mask)
@@ -295,28 +302,33 @@ class Chat:
 
     def shared(self, ids:list[int])->int: # of the whole conversation; tokens: all image tokens, or none
         "Returns how many tokens at the beginning were read before."
-        most = min(len(ids)-1, len(self.known))
-        n = next((i for i in range(most) if ids[i]!=self.known[i]), most)
-        return 0 if self.asker.model.cfg.image_token_id in ids[n:] else n
+        shared = 0
+        for token,known in zip(ids[:-1], self.known):
+            if token!=known: break
+            shared += 1
+        return 0 if self.asker.model.cfg.image_token_id in ids[shared:] else shared
 
-    def stream(self, question:str, max_new_tokens:int=32, stop:Sequence[str|int]=(), **sampling,
+    def stream(self, question:str, max_new_tokens:int=32, stop:Sequence[str|int]=(),
+        **sampling,
     )->Iterator[str]: # pieces of the answer; the arguments are those of `Asker.stream`
         "Asks the next question, and yields the answer; only an answer heard to its end is remembered."
-        a = self.asker
+        asker = self.asker
         turns = [*self.turns, dict(user=question)]
-        unread = ids = encode_prompt(a.tokenizer, turns, self.pictures, inline=a.inline).tolist()
-        a.check_length(len(ids), max_new_tokens)
-        n = self.shared(ids)
-        if n and self.reader: self.reader.go_back(n, len(ids)-n+max_new_tokens)
+        unread = ids = encode_prompt(asker.tokenizer, turns, self.pictures,
+            inline=asker.inline).tolist()
+        asker.check_length(len(ids), max_new_tokens)
+        shared = self.shared(ids)
+        tiles = None if shared else self.tiles
+        if shared and self.reader: self.reader.go_back(shared, len(ids)-shared+max_new_tokens)
         else:
             mask = torch.ones(1, len(ids), dtype=torch.long)
-            self.reader = Reader(a.model.decoder, mask, max_new_tokens)
+            self.reader = Reader(asker.model.decoder, mask, max_new_tokens)
         self.known = []
-        texts,tokens = a.ends(stop)
-        row = torch.tensor([ids], device=a.device)
-        streams = TextStreams(a.tokenizer, 1, texts, tokens)
-        for new in a.model.stream(row[:,n:], None if n else self.tiles, None, max_new_tokens, tokens,
-                                  ended=streams, reader=self.reader, **a.sampling(sampling)):
+        texts,tokens = asker.ends(stop)
+        row = torch.tensor([ids[shared:]], device=asker.device)
+        streams = TextStreams(asker.tokenizer, 1, texts, tokens)
+        for new in asker.model.stream(row, tiles, None, max_new_tokens, tokens, ended=streams,
+                reader=self.reader, **asker.sampling(sampling)):
             # the model reads a token when the next one is asked for
             self.known = self.known+unread
             unread = new.tolist()
@@ -349,13 +361,15 @@ FEW = 8 # different questions, each of which is a kind of its own
 def questions_of(rows:Iterable[dict], # samples with `images`, `texts`, and perhaps `kinds` or `source`
 )->list[Result]: # not yet answered
     "Returns every turn of every sample as a question."
-    rows = [row|dict(texts=place_pictures(row['texts'], len(row['images'] or []))) for row in rows]
-    results = []
+    placed = []
     different = set()
-    for row in rows: different.update(turn['user'] for turn in row['texts'])
     for row in rows:
-        turns = row['texts']
         images = list(row['images'] or [])
+        turns = place_pictures(row['texts'], len(images))
+        different.update(turn['user'] for turn in turns)
+        placed.append((row, images, turns))
+    results = []
+    for row,images,turns in placed:
         if row.get('kinds'): kinds = row['kinds']
         elif row.get('source'): kinds = [row['source']]*len(turns)
         elif len(different)<=FEW: kinds = [turn['user'] for turn in turns]
@@ -371,38 +385,39 @@ def answer_all(asker:Asker, results:list[Result], # from `questions_of`; `reply`
     batch_size:int=128, max_new_tokens:int=LONGEST, # questions asked together; longest answer in tokens
 )->list[Result]: # `results`
     "Asks all questions, batch by batch."
-    for i in range(0, len(results), batch_size):
-        part = results[i:i+batch_size]
-        replies = asker([(r.images,r.question) for r in part], max_new_tokens)
-        for result,reply in zip(part, replies): result.reply = reply
+    for start in range(0, len(results), batch_size):
+        batch = results[start:start+batch_size]
+        replies = asker([(result.images,result.question) for result in batch], max_new_tokens)
+        for result,reply in zip(batch, replies): result.reply = reply
     return results
 
 # %% ../../nbs/55_answers.answer.ipynb #0211e668
 def tally_kinds(kinds:list[str], right:list[bool])->dict[str,tuple[int,int]]: # of each question
     "Returns how many are right and how many there are, by kind, last 'all'."
     require(kinds, 'no result to count: ask some questions first')
-    found = {kind:[] for kind in sorted(set(kinds))}
-    for kind,is_right in zip(kinds, right): found[kind].append(is_right)
-    found['all'] = right
-    return {kind:(sum(rights), len(rights)) for kind,rights in found.items()}
+    by_kind = {kind:[] for kind in sorted(set(kinds))}
+    for kind,is_right in zip(kinds, right): by_kind[kind].append(is_right)
+    by_kind['all'] = right
+    return {kind:(sum(rights), len(rights)) for kind,rights in by_kind.items()}
 
 def accuracy(results:list[Result])->dict[str,tuple[int,int]]: # answered; kind -> (right, asked), last 'all'
     "Returns exact matches by kind of question."
-    return tally_kinds([r.kind for r in results], [r.right for r in results])
+    return tally_kinds([result.kind for result in results],
+        [result.right for result in results])
 
 # %% ../../nbs/55_answers.answer.ipynb #701efd85
 def accuracy_table(columns:dict[str,dict])->str: # heading -> kind -> (right, asked); one line a kind
     "Accuracies side by side, in per cent; a kind that a column does not have is a dash there."
     kinds = columns['answers']
     first = max(12, *(len(shorten(kind, 40)) for kind in kinds))
-    widths = {name:max(12, len(name)+2) for name in columns}
-    lines = [f"{'kind':<{first}}{'asked':>7}"+''.join(f'{name:>{w}}' for name,w in widths.items())]
+    widths = [-first, 7, *(max(12, len(name)+2) for name in columns)]
+    lines = [aligned(('kind', 'asked', *columns), widths)]
     for kind,(_,asked) in kinds.items():
-        line = f'{shorten(kind, 40):<{first}}{asked:>7}'
-        for name,w in widths.items():
-            right,n = columns[name].get(kind, (0,0))
-            line += f'{100*right/n:>{w-1}.1f}%' if n else f"{'-':>{w}}"
-        lines.append(line)
+        cells = [shorten(kind, 40), asked]
+        for column in columns.values():
+            right,count = column.get(kind, (0,0))
+            cells.append(f'{100*right/count:.1f}%' if count else '-')
+        lines.append(aligned(cells, widths))
     return '\n'.join(lines)
 
 # %% ../../nbs/55_answers.answer.ipynb #49254a86
@@ -413,17 +428,21 @@ def plot_answers(results:list[Result], # answered; those with a picture are draw
 )->'Figure':
     "Draws pictures with question, answer and, where it differs, the right answer."
     from matplotlib.figure import Figure
-    shown = [r for r in results if r.images][:n]
+    shown = [result for result in results if result.images][:n]
     require(shown, 'no result has a picture to draw')
     rows = -(-len(shown)//columns)
     fig = Figure(figsize=(2.2*columns,3.1*rows))
     for ax in fig.subplots(rows, columns, squeeze=False).flat: ax.axis('off')
-    for ax,r in zip(fig.axes, shown):
-        ax.imshow(r.images[0])
-        reply = ''.join(c if c.isprintable() else '·' for c in r.reply)
-        judged = f'{reply} ✓' if r.right else f'{reply} ✗ ({r.answer})'
-        title = '\n'.join(fill(line, 22) for line in (r.question,judged))
-        ax.set_title(title, color='darkgreen' if r.right else 'firebrick', parse_math=False)
+    for ax,result in zip(fig.axes, shown):
+        ax.imshow(result.images[0])
+        reply = ''.join(letter if letter.isprintable() else '·' for letter in result.reply)
+        colour = 'darkgreen'
+        verdict = f'{reply} ✓'
+        if not result.right:
+            colour = 'firebrick'
+            verdict = f'{reply} ✗ ({result.answer})'
+        title = f'{fill(result.question, 22)}\n{fill(verdict, 22)}'
+        ax.set_title(title, color=colour, parse_math=False)
     return finished(fig, path)
 
 # %% ../../nbs/55_answers.answer.ipynb #761a09fe
@@ -433,39 +452,43 @@ def keep_example(run_dir:Path, row:dict)->None: # held out, with one picture; se
     turn = row['texts'][0]
     row['images'][0].convert('RGB').save(png, 'PNG')
     write_atomic(run_dir/EXAMPLE_PICTURE, png.getvalue())
-    text = json.dumps(dict(question=turn['user'], answer=turn['assistant']), ensure_ascii=False)
+    text = json.dumps(dict(question=turn['user'], answer=turn['assistant']),
+        ensure_ascii=False)
     write_atomic(run_dir/EXAMPLE, text+'\n')
 
+# %% ../../nbs/55_answers.answer.ipynb #0e55b41d
 _TOGETHER = 16 # questions that are read in one batch
 
-def main(values:Namespace)->None: # from `cli.ask_parser`
-    "Command `nanovlm ask`: answers questions about some pictures, or the one that a run keeps."
-    checkpoint = values.checkpoint or newest_run()
+def ask(checkpoint:str|Path, image:Sequence[str]=(), # a run, a checkpoint, or a hub id; files
+    prompt:str|None=None, # question; '-': each line of the standard input; None: the one that a run keeps
+    max_new_tokens:int=64, temperature:float=0., top_k:int=50, top_p:float=.9, # see `Asker.stream`
+    stop:Sequence[str]=(), seed:int=0, as_json:bool=False)->None: # ends of an answer; a JSON line for each
+    "Prints the answers of a checkpoint to questions about some pictures."
     right = None
-    questions = [values.prompt]
-    pictures = values.image
-    if values.prompt=='-': questions = [line.strip() for line in sys.stdin if line.strip()]
-    elif values.prompt is None:
+    questions:list = [prompt]
+    if prompt=='-': questions = [line.strip() for line in sys.stdin if line.strip()]
+    elif prompt is None:
         picture,question,right = read_example(checkpoint)
         questions = [question]
-        pictures = [str(picture)]
-    for path in pictures: image_size(path) # before a model is read
+        image = [str(picture)]
+    for path in image: image_size(path) # before a model is read
     asker = Asker.from_checkpoint(checkpoint)
-    images = [open_image(path, asker.model.cfg.pixel_max) for path in pictures]
-    how:dict = {}
-    if values.temperature:
-        chance = torch.Generator(asker.device).manual_seed(values.seed)
-        how = dict(temperature=values.temperature, top_k=values.top_k, top_p=values.top_p, generator=chance)
-    for i in range(0, len(questions), _TOGETHER):
-        part = questions[i:i+_TOGETHER]
-        answers = asker([(images,q) for q in part], values.max_new_tokens, values.stop, **how)
-        for question,reply in zip(part, answers):
+    pictures = [open_image(path, asker.model.cfg.pixel_max) for path in image]
+    sampling:dict = {}
+    if temperature:
+        generator = torch.Generator(asker.device).manual_seed(seed)
+        sampling = dict(temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
+    for start in range(0, len(questions), _TOGETHER):
+        batch = questions[start:start+_TOGETHER]
+        replies = asker([(pictures,question) for question in batch], max_new_tokens,
+            stop, **sampling)
+        for question,reply in zip(batch, replies):
             text = str(reply)
-            if values.json:
-                record = dict(images=pictures, prompt=question, answer=text, cut=reply.cut)
+            if as_json:
+                record = dict(images=image, prompt=question, answer=text, cut=reply.cut)
                 text = json.dumps(record, ensure_ascii=False)
             elif right is not None:
-                text = f'{pictures[0]}: {question}\n{text}\n(the right answer: {right})'
+                text = f'{image[0]}: {question}\n{text}\n(the right answer: {right})'
             say(text)
-        if any(reply.cut for reply in answers) and not values.json:
-            sys.stderr.write(f'cut after {values.max_new_tokens} tokens: --max_new_tokens allows more\n')
+        if any(reply.cut for reply in replies) and not as_json:
+            sys.stderr.write(f'cut after {max_new_tokens} tokens: --max_new_tokens allows more\n')

@@ -42,7 +42,8 @@ def _record_attention(decoder:LanguageModel, # reads without a cache
         q,k,_ = module.heads(*args[:3])
         weights[module.index] = _attention_weights(q[:,:,rows], k, rows)
     with ExitStack() as hooks: # each goes with it
-        for b in blocks: hooks.enter_context(decoder.blocks[b].attn.register_forward_pre_hook(keep))
+        for b in blocks:
+            hooks.enter_context(decoder.blocks[b].attn.register_forward_pre_hook(keep))
         yield weights
 
 # %% ../../nbs/57_answers.heatmap.ipynb #6724eeae
@@ -71,18 +72,15 @@ class Heat:
         "Returns tokens in their places."
         if convention=='qwen': return cls(None, values.unflatten(0, grid), (1,1)) # a tile is a token
         (rows,cols) = grid
-        n = grid[0]*grid[1]
-        stack = values.unflatten(0, (n+(n>1),-1))
+        count = rows*cols
+        stack = values.unflatten(0, (count+(count>1),-1))
         side = isqrt(stack.shape[1])
-        stack = stack.unflatten(1, (side,side))
+        tiles = stack.unflatten(1, (side,side))
         whole = None
-        tiles = stack
-        if n>1 and convention=='smolvlm':
-            whole = stack[-1]
-            tiles = stack[:-1]
-        elif n>1:
-            whole = stack[0]
-            tiles = stack[1:]
+        if count>1: # the view of the whole is one more
+            place = -1 if convention=='smolvlm' else 0
+            whole = tiles[place]
+            tiles = tiles[:-1] if place else tiles[1:]
         mosaic = tiles.unflatten(0, (rows,cols)).transpose(1,2).reshape(rows*side, cols*side)
         return cls(whole, mosaic, (rows,cols))
 
@@ -105,21 +103,24 @@ def answer_heat(asker:Asker, images:Sequence[Image.Image], # pictures, one or mo
     "Returns how much the text took from each place, on average over rows, blocks and heads."
     require(images, 'no picture: there is nothing to look at')
     model = asker.model
-    c = asker.model.cfg
+    cfg = asker.model.cfg
     prompt,tiles = asker.prompt(images, question)
     answered = asker.tokenizer(answer, add_special_tokens=False)['input_ids']
     ids = torch.tensor([prompt+answered], device=asker.device)
-    slots = (ids[0]==c.image_token_id).nonzero().flatten()
+    slots = (ids[0]==cfg.image_token_id).nonzero().flatten()
     first = len(prompt)-1 if answer_only else int(slots[-1])+1
     rows = torch.arange(first, max(ids.shape[1]-1, len(prompt)), device=asker.device) # the last is not read
-    blocks = default_blocks(c.lm_n_blocks) if blocks is None else blocks
+    if blocks is None: blocks = default_blocks(cfg.lm_n_blocks)
     layout = model.layout_of(ids, images=tiles)
     with _record_attention(model.decoder, blocks, rows) as recorded:
         model.decoder(model.embed(ids, tiles, layout), layout)
-    taken = torch.stack([recorded[b][0] for b in blocks]).mean((0,1,2))[slots].cpu()
-    per_picture = taken.split([t.shape[:-3].numel()*c.mp_image_token_length for t in tiles])
-    grids = [asker.image_processor.grid(*image_size(im)) for im in images]
-    return [Heat.from_tokens(v, grid, c.image_convention) for v,grid in zip(per_picture, grids)]
+    taken = torch.stack([recorded[block][0] for block in blocks]).mean((0,1,2))[slots].cpu()
+    per_picture = taken.split([tile.shape[:-3].numel()*cfg.mp_image_token_length for tile in tiles])
+    heats = []
+    for values,image in zip(per_picture, images):
+        grid = asker.image_processor.grid(*image_size(image))
+        heats.append(Heat.from_tokens(values, grid, cfg.image_convention))
+    return heats
 
 # %% ../../nbs/57_answers.heatmap.ipynb #ce3371a3
 def overlay(image:Image.Image, heat:Heat, # from `answer_heat`
@@ -128,13 +129,17 @@ def overlay(image:Image.Image, heat:Heat, # from `answer_heat`
     from matplotlib import colormaps
     image = open_image(image)
     scale = longest/max(image.size)
-    w,h = (max(1, round(n*scale)) for n in image.size)
-    hot = heat.draw(w, h).numpy()
+    width,height = (max(1, round(side*scale)) for side in image.size)
+    hot = heat.draw(width, height).numpy()
     colour = colormaps['inferno']((hot-hot.min())/max(float(np.ptp(hot)), 1e-12))[...,:3]
-    mixed = .4*np.asarray(image.resize((w,h)), dtype=float)+.6*255*colour
+    mixed = .4*np.asarray(image.resize((width,height)), dtype=float)+.6*255*colour
     out = Image.fromarray(mixed.round().astype(np.uint8))
     pen = ImageDraw.Draw(out)
     (rows,cols) = heat.grid
-    for c in range(1, cols): pen.line([(c*w/cols,0), (c*w/cols,h)], fill=(255,255,255))
-    for r in range(1, rows): pen.line([(0,r*h/rows), (w,r*h/rows)], fill=(255,255,255))
+    for col in range(1, cols):
+        x = col*width/cols
+        pen.line([(x,0), (x,height)], fill='white')
+    for row in range(1, rows):
+        y = row*height/rows
+        pen.line([(0,y), (width,y)], fill='white')
     return out

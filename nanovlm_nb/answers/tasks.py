@@ -5,13 +5,13 @@
 # %% auto #0
 __all__ = ['logger', 'MISSING', 'LOGIN', 'result_files', 'write_json', 'has_lmms_eval', 'task_names', 'choose_eval_backend',
            'possible_tasks', 'as_nanovlm_asks', 'NanoVLM', 'manifest', 'digit_pictures', 'write_tasks', 'read_rows',
-           'flat_figures', 'cli_evaluate', 'main']
+           'flat_figures', 'evaluate_tasks', 'cli_evaluate', 'evaluate_checkpoint']
 
 # %% ../../nbs/58_answers.tasks.ipynb #0212bee0
 import json,logging,math,os,re,shutil,sys,tempfile
 from argparse import Namespace
 from collections.abc import Callable,Iterator,Sequence
-from dataclasses import replace
+from dataclasses import dataclass,replace
 from functools import cache
 from importlib.resources import files
 from importlib.util import find_spec
@@ -25,11 +25,12 @@ from huggingface_hub import get_token
 from huggingface_hub.constants import HF_HUB_OFFLINE
 from pyarrow.parquet import read_metadata
 
-from ..core.usage import printable,require,say,UsageError,user_path
+from ..core.usage import aligned,printable,require,say,UsageError
 from ..core.run_dir import find_checkpoint,write_atomic
 from ..core.config import PROMPTS,TrainConfig
 from ..core.dist import Dist,rng_state,set_rng_state
 from ..data.shapes import shapes_dataset
+from ..model.vlm import VisionLanguageModel
 from .answer import answer_all,answer_losses,Asker,questions_of
 
 # %% ../../nbs/58_answers.tasks.ipynb #4c2139e9
@@ -40,8 +41,11 @@ def result_files(folder:Path, # need not be there
     kind:str='json', # the files of evaluations that have this end
 )->dict[int,Path]: # step -> file, the smallest step first
     "Returns the result files in a directory."
-    found = [(re.fullmatch(rf'step_(0|[1-9]\d*)\.{kind}', p.name), p) for p in folder.glob('step_*')]
-    return dict(sorted((int(m[1]),p) for m,p in found if m))
+    by_step = {}
+    for path in folder.glob('step_*'):
+        match = re.fullmatch(rf'step_(0|[1-9]\d*)\.{kind}', path.name)
+        if match: by_step[int(match[1])] = path
+    return dict(sorted(by_step.items()))
 
 # %% ../../nbs/58_answers.tasks.ipynb #7e9535c5
 def write_json(path:Path, values:dict)->Path: # its directory is made; JSON-able; `path`
@@ -65,8 +69,10 @@ def _result_values(old:dict, # what the file holds: `global_step`, `checkpoint`,
     new:dict, # `tasks` (names), `results` (figures), and of each task `samples` and `prompts`
 )->dict: # what it is to hold
     "Returns the results of a file with new ones."
-    both = {k:dict(sorted((old[k]|new[k]).items())) for k in ('results','samples','prompts')}
-    return old|dict(tasks=[*dict.fromkeys(old['tasks']+new['tasks'])])|both
+    values = old|dict(tasks=[*dict.fromkeys(old['tasks']+new['tasks'])])
+    for key in ('results','samples','prompts'):
+        values[key] = dict(sorted((old[key]|new[key]).items()))
+    return values
 
 # %% ../../nbs/58_answers.tasks.ipynb #df27cf1c
 _OWN_TASKS = ('shapes','digits','digits_choice') # that come with the package
@@ -80,18 +86,23 @@ def has_lmms_eval()->bool: # without importing it
 # %% ../../nbs/58_answers.tasks.ipynb #060cf4b3
 def task_names(tasks:str)->list[str]: # separated by commas; stripped, no empty ones
     "Returns the tasks of a list; a UsageError for two whose figures would have one name."
-    found = [t.strip() for t in tasks.split(',') if t.strip()]
-    names = [Path(t).stem if t.endswith('.parquet') else t for t in found]
-    twice = next((n for n in names if names.count(n)>1), None)
-    require(twice is None, f'two tasks are called {twice}: leave one out, or rename its file')
-    return found
+    names = []
+    stems = set()
+    for name in filter(None, map(str.strip, tasks.split(','))):
+        stem = Path(name).stem if name.endswith('.parquet') else name
+        require(stem not in stems, f'two tasks are called {stem}: leave one out, or rename its file')
+        names.append(name)
+        stems.add(stem)
+    return names
 
 # %% ../../nbs/58_answers.tasks.ipynb #710bc425
 def _task_file(task:str, include_path:str|None=None)->Path|None: # a path, or a name; folder of our tasks
     "Returns the parquet file with the questions of one of our own tasks; None: lmms-eval has it, or nobody."
-    own = task.endswith('.parquet')
-    path = Path(task) if own else Path(include_path or '')/f'{task}.parquet'
-    return path if (own or include_path) and path.is_file() else None
+    path = Path(task)
+    if not task.endswith('.parquet'):
+        if not include_path: return None
+        path = Path(include_path)/f'{task}.parquet'
+    return path if path.is_file() else None
 
 # %% ../../nbs/58_answers.tasks.ipynb #e802959f
 def _why_not(task:str, include_path:str|None=None)->str: # see `_task_file`; with {} in place of the task
@@ -132,18 +143,20 @@ def possible_tasks(train_cfg:TrainConfig)->tuple[str,str|None]: # separated by c
     "Returns what can be evaluated, and what is missing for the rest and how to get it."
     cfg = train_cfg
     names = task_names(cfg.lmms_eval_tasks)
-    impossible = {} # what is missing -> the tasks that lack it
+    obstacles:dict[str,list[str]] = {} # what is missing -> the tasks that lack it
     possible = []
     if choose_eval_backend(cfg)=='slurm': # lmms-eval may be only where the jobs run
-        gone = [n for n in ('sbatch',cfg.eval_script) if not (shutil.which(n) or Path(n).is_file())]
-        if gone: return '',_NO_SLURM.format(' and no '.join(gone))
+        absent = []
+        for name in ('sbatch',cfg.eval_script):
+            if not (shutil.which(name) or Path(name).is_file()): absent.append(name)
+        if absent: return '',_NO_SLURM.format(' and no '.join(absent))
         possible = names
     else:
         for task in names:
-            why = _why_not(task, cfg.eval_include_path)
-            if why: impossible.setdefault(why, []).append(task)
+            obstacle = _why_not(task, cfg.eval_include_path)
+            if obstacle: obstacles.setdefault(obstacle, []).append(task)
             else: possible.append(task)
-    lines = [why.format(', '.join(tasks)) for why,tasks in impossible.items()]
+    lines = [obstacle.format(', '.join(tasks)) for obstacle,tasks in obstacles.items()]
     if {*names}&_benchmarks() and not (HF_HUB_OFFLINE or get_token()): lines.append(LOGIN)
     return ','.join(possible),'; '.join(lines) or None
 
@@ -177,8 +190,10 @@ def _batches(requests:list, size:int, key:Callable, # of lmms-eval; most of a ba
 )->Iterator[list[int]]: # numbers of requests
     "Yields requests in batches, in their order."
     groups = {}
-    for i,r in enumerate(requests): groups.setdefault(key(r), []).append(i)
-    for group in groups.values(): yield from (group[i:i+size] for i in range(0, len(group), size))
+    for place,request in enumerate(requests):
+        groups.setdefault(key(request), []).append(place)
+    for group in groups.values():
+        for start in range(0, len(group), size): yield group[start:start+size]
 
 # %% ../../nbs/58_answers.tasks.ipynb #49d63ee1
 try:
@@ -202,9 +217,11 @@ class NanoVLM(lmms):
         prompts:str=PROMPTS[0], # how benchmarks are asked
     ):
         super().__init__()
-        require((pretrained is None)!=(asker is None), 'give a checkpoint: --model_args pretrained=DIR')
+        require((pretrained is None)!=(asker is None),
+            'give a checkpoint: --model_args pretrained=DIR')
         require(prompts in PROMPTS, f"prompts is {prompts!r}: give {' or '.join(PROMPTS)}")
-        if device is None and torch.cuda.is_available(): device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
+        if device is None and torch.cuda.is_available():
+            device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
         if pretrained is not None: asker = Asker.from_checkpoint(pretrained, device)
         self.asker:Any = asker
         self.prompts = prompts
@@ -223,35 +240,40 @@ class NanoVLM(lmms):
     def generate_until(self, requests:list)->list[str]: # `args`: question, options, finder, row, task, split
         "Answers questions, in their order."
         answers = ['']*len(requests)
-        def kind(r): return _asked_as(r.args[4], self.prompts),repr(sorted(r.args[1].items()))
+        def kind(request):
+            return _asked_as(request.args[4], self.prompts),repr(sorted(request.args[1].items()))
         for part in _batches(requests, self.batch_size, kind):
             first = requests[part[0]]
             options = first.args[1]
             plain = kind(first)[0]=='plain'
             questions = []
-            for i in part:
-                args = requests[i].args
+            for place in part:
+                args = requests[place].args
                 words = (args[0],) if plain else as_nanovlm_asks(args[4], args[0])
                 questions.append((self.pictures(*args[2:6]), *words))
-            stop = [s for s in _flat(options.get('until')) if s and plain]
+            stop = []
+            if plain: stop = [*filter(None, _flat(options.get('until')))]
             longest = int(options.get('max_new_tokens') or self.max_new_tokens)
-            pieces = replace(self.asker, numbered=plain).stream(questions, longest, stop, shorten=True)
-            for i,text in zip(part, map(''.join, zip(*pieces))):
-                answers[i] = text.strip() if plain else text
+            pieces = replace(self.asker, numbered=plain).stream(questions, longest, stop,
+                shorten=True)
+            for place,text in zip(part, map(''.join, zip(*pieces))):
+                answers[place] = text.strip() if plain else text
         return answers
 
     def loglikelihood(self, requests:list, # `args`: question, answer, finder, number, task, split
     )->list[tuple[float,bool]]: # loss, the smaller the likelier; whether the answer is greedy; `wrapped`
         "Rates answers; lmms-eval's space before them is left out, the template has its own."
-        def turn(args):
-            pictures = [] if len(args)==2 else self.pictures(*args[2:6])
-            answer = args[1](self.task_dict[args[4]][args[5]][args[3]]) if callable(args[1]) else args[1]
-            return pictures,args[0],str(answer).strip()
-        turns = [turn(r.args) for r in requests]
-        rated = []
-        for i in range(0, len(turns), self.batch_size):
-            rated += map(wrapped, answer_losses(self.asker, turns[i:i+self.batch_size]))
-        return rated
+        turns = []
+        for request in requests:
+            question,answer,*place = request.args
+            pictures = []
+            if place: pictures = self.pictures(*place[:4])
+            if callable(answer): answer = answer(self.task_dict[place[2]][place[3]][place[1]])
+            turns.append((pictures, question, str(answer).strip()))
+        losses = []
+        for start in range(0, len(turns), self.batch_size):
+            losses += map(wrapped, answer_losses(self.asker, turns[start:start+self.batch_size]))
+        return losses
 
     def generate_until_multi_round(self, requests:list)->None: # of a task in several rounds
         "Raises an error: this is not possible."
@@ -288,8 +310,11 @@ def digit_pictures(n:int|None=None)->list[tuple[Image.Image,int]]: # None: all 1
 # %% ../../nbs/58_answers.tasks.ipynb #728a6bc5
 def _digit_questions(n:int|None)->list[dict]: # see `digit_pictures`; rows with one question
     "Returns the questions about handwritten digits."
-    return [dict(images=[im.convert('RGB')], kinds=['digit'], source='digits',
-        texts=[dict(user='Which digit is this?', assistant=str(d))]) for im,d in digit_pictures(n)]
+    questions = []
+    for picture,digit in digit_pictures(n):
+        texts = [dict(user='Which digit is this?', assistant=str(digit))]
+        questions.append(dict(images=[picture.convert('RGB')], texts=texts, kinds=['digit'], source='digits'))
+    return questions
 
 # %% ../../nbs/58_answers.tasks.ipynb #1d27216b
 def _write_rows(path:str|Path, rows:list[dict])->None: # with `images`, `texts`, `kinds`, `source`
@@ -303,7 +328,8 @@ def write_tasks(folder:str|Path, # made if needed
 )->Path: # `folder`, for `--include_path`
     "Writes tasks that come with the package."
     folder = Path(folder)
-    require(not folder.is_dir() or not any(folder.iterdir()), f'{folder} is not empty: give a new directory')
+    require(not folder.is_dir() or not any(folder.iterdir()),
+        f'{folder} is not empty: give a new directory')
     folder.mkdir(parents=True, exist_ok=True)
     for source in (files('nanovlm_nb')/'tasks').iterdir():
         if source.name.endswith('.yaml'): (folder/source.name).write_bytes(source.read_bytes())
@@ -315,13 +341,12 @@ def write_tasks(folder:str|Path, # made if needed
 # %% ../../nbs/58_answers.tasks.ipynb #1d27216c
 def read_rows(path:str|Path, limit:float|None=None)->list[dict]: # below 1 a share, None: all; decoded
     "Returns the rows of a question file."
-    total = read_metadata(path).num_rows
-    if limit is None: n = total
-    elif limit<1: n = math.ceil(total*limit)
-    else: n = int(limit)
-    if not n: return []
-    rows = datasets.load_dataset('parquet', data_files=str(path), split='train', streaming=True)
-    return list(islice(rows, n))
+    count = read_metadata(path).num_rows
+    if limit is not None: count = math.ceil(count*limit) if limit<1 else int(limit)
+    if not count: return []
+    rows = datasets.load_dataset('parquet', data_files=str(path), split='train',
+        streaming=True)
+    return list(islice(rows, count))
 
 # %% ../../nbs/58_answers.tasks.ipynb #ab49d7f7
 def flat_figures(results:dict)->dict[str,float]: # of lmms-eval: task -> name -> value; 'task_name' -> value
@@ -342,68 +367,86 @@ def _task_manager(include_path):
     return TaskManager('WARNING', include_path=include_path, model_name='nanovlm_nb')
 
 # %% ../../nbs/58_answers.tasks.ipynb #026f1948
-def _through_lmms_eval(asker:Asker, task:str, args:Namespace)->tuple[dict,dict]|None: # see `_evaluate_task`
-    "Evaluates a task with lmms-eval, which draws no chance that the training would miss."
+@dataclass
+class _How:
+    "How tasks are evaluated."
+    include_path:str|None = None # directory with more tasks
+    prompts:str = PROMPTS[0] # how benchmarks are asked
+    limit:float|None = None # samples of a task, below 1 a share; None: all
+    batch_size:int = 64 # questions answered at a time
+    dist:Dist = Dist() # every rank must call
+
+def _through_lmms_eval(asker:Asker, task:str, how:_How)->tuple[dict,dict]|None: # see `_evaluate_task`
+    "Evaluates a task with lmms-eval; the state of all random generators is restored afterwards."
     from lmms_eval.evaluator import simple_evaluate
-    manager = _task_manager(args.include_path)
-    chance = rng_state()
+    manager = _task_manager(how.include_path)
+    args = Namespace(model=asker.model, tasks=task, process_with_media=True,
+        device=asker.device, **vars(how))
+    state = rng_state()
     require(task in manager.all_tasks, f'lmms-eval has no task {task!r}: '
         '`python -m lmms_eval --tasks list` shows all, --include_path adds more')
-    model = NanoVLM(asker=asker, batch_size=args.batch_size, prompts=args.prompts)
-    launcher = 'accelerate' if args.dist.world_size==1 else 'torchrun'
+    model = NanoVLM(asker=asker, batch_size=how.batch_size, prompts=how.prompts)
+    launcher = 'accelerate' if how.dist.world_size==1 else 'torchrun'
     try:
-        output = simple_evaluate(model=model, tasks=[task], limit=args.limit, batch_size=args.batch_size,
+        output = simple_evaluate(model=model, tasks=[task], limit=how.limit,
+            batch_size=how.batch_size,
             device=str(asker.device), task_manager=manager, log_samples=False, bootstrap_iters=0,
             cli_args=args, process_docs_parallel=1, distributed_executor_backend=launcher)
-    finally: set_rng_state(chance)
+    finally: set_rng_state(state)
     if not output: return None
-    samples = {name:n['effective'] for name,n in output['n-samples'].items()}
+    samples = {name:count['effective'] for name,count in output['n-samples'].items()}
     return flat_figures(output['results']),samples
 
 # %% ../../nbs/58_answers.tasks.ipynb #7f5cdd11
-def _evaluate_task(asker:Asker, task:str, # name, or path of a question file
-    args:Namespace, # see `cli_evaluate`; every rank must call
+def _evaluate_task(asker:Asker, task:str, how:_How, # name, or path of a question file
 )->tuple[dict[str,float],dict[str,int]]|None: # figures; samples of each task; None on other ranks than 0
     "Evaluates one task: a question file by ourselves, all others with lmms-eval."
-    path = _task_file(task, args.include_path)
-    why = _why_not(task, args.include_path)
-    require(not why, why.format(task))
+    path = _task_file(task, how.include_path)
+    obstacle = _why_not(task, how.include_path)
+    require(not obstacle, obstacle.format(task))
     if path is None or (has_lmms_eval() and not task.endswith('.parquet')):
-        return _through_lmms_eval(asker, task, args)
-    questions = questions_of(read_rows(path, args.limit))
-    dist = args.dist
+        return _through_lmms_eval(asker, task, how)
+    questions = questions_of(read_rows(path, how.limit))
+    dist = how.dist
     require(questions, f'{path} holds no question')
-    answers = answer_all(asker, questions[dist.rank::dist.world_size], args.batch_size)
-    share = dist.sum(sum(r.right for r in answers))/len(questions)
+    answers = answer_all(asker, questions[dist.rank::dist.world_size], how.batch_size)
+    share = dist.sum(sum(result.right for result in answers))/len(questions)
     if not dist.is_master: return None
     return {f'{path.stem}_exact_match':share},{path.stem:len(questions)}
 
 # %% ../../nbs/58_answers.tasks.ipynb #f411817e
-def _add(all_of, task, asker, args):
-    "Evaluates a task and notes what came of it."
-    try: new = _evaluate_task(asker, task, args)
+def _add(all_of, task, asker, how):
+    "Evaluates a task, and adds its figures, or the message of its failure."
+    try: figures_and_counts = _evaluate_task(asker, task, how)
     except UsageError as e: all_of['failed'][task] = str(e)
     except Exception as e: # whatever the code of a task does wrong
         logger.exception('task %s failed', task)
-        all_of['failed'][task] = f'{type(e).__name__}: {e}'+(f' ({e.__cause__})' if e.__cause__ else '')
+        cause = f' ({e.__cause__})' if e.__cause__ else ''
+        all_of['failed'][task] = f'{type(e).__name__}: {e}{cause}'
     else:
-        if not new: return
+        if not figures_and_counts: return
+        figures,counts = figures_and_counts
         all_of['tasks'].append(task)
-        all_of['prompts'][task] = _asked_as(task, args.prompts)
-        for name,found in zip(('results','samples'), new): all_of[name] |= found
+        all_of['prompts'][task] = _asked_as(task, how.prompts)
+        all_of['results'] |= figures
+        all_of['samples'] |= counts
 
 # %% ../../nbs/58_answers.tasks.ipynb #cf74fb31
-def cli_evaluate(args:Namespace)->dict|None: # `model`, `tasks`, `limit`, `batch_size`, `device`, see `main`
+def evaluate_tasks(model:VisionLanguageModel, tasks:str, **how:Any)->dict|None: # see `task_names`, `_How`
     "Returns `_result_values` of a model in memory, and messages under 'failed'; None on other ranks than 0."
-    args = Namespace(**dict(include_path=None, prompts=PROMPTS[0], dist=Dist())|vars(args))
-    model = args.model.to(args.device)
-    was = args.model.training
+    settings = _How(**how)
+    training = model.training
     all_of:dict[str,Any] = dict(tasks=[], results={}, samples={}, prompts={}, failed={})
     try:
         asker = Asker.from_model(model)
-        for task in task_names(args.tasks): _add(all_of, task, asker, args)
-    finally: model.train(was)
-    return all_of if args.dist.is_master else None
+        for task in task_names(tasks): _add(all_of, task, asker, settings)
+    finally: model.train(training)
+    return all_of if settings.dist.is_master else None
+
+def cli_evaluate(args:Namespace)->dict|None: # `model`, `tasks`, `limit`, `batch_size`, `device`
+    "The same, by nanoVLM's name and with its arguments."
+    how = {name:value for name,value in vars(args).items() if name in _How.__dataclass_fields__}
+    return evaluate_tasks(args.model.to(args.device), args.tasks, **how)
 
 # %% ../../nbs/58_answers.tasks.ipynb #0dc413e0
 def _result_before(out:Path|None, head:dict)->dict: # need not be there; see `_result_values`
@@ -411,22 +454,25 @@ def _result_before(out:Path|None, head:dict)->dict: # need not be there; see `_r
     if out is None or not out.is_file(): return head|_NOTHING
     try: before = json.loads(out.read_text(encoding='utf-8'))
     except (ValueError, RecursionError): before = None
-    known = isinstance(before, dict) and all(type(before.get(k)) is type(v) for k,v in _NOTHING.items())
+    known = isinstance(before, dict)
+    for key,value in _NOTHING.items():
+        known = known and type(before.get(key)) is type(value)
     require(known, f'--out {out} is not the result of an evaluation: give another --out')
     def end(path): return Path(str(path)).parts[-2:] # a checkpoint may have been moved with its run
-    require(all(before.get(k)==v or end(before.get(k))==end(v) for k,v in head.items()),
-        f'--out {out} holds the result of another evaluation: give another --out')
+    for key,value in head.items():
+        require(before.get(key)==value or end(before.get(key))==end(value),
+            f'--out {out} holds the result of another evaluation: give another --out')
     return before|head
 
 # %% ../../nbs/58_answers.tasks.ipynb #0dc413e1
-def _evaluate_into(args:Namespace, values:dict, # see `cli_evaluate`; from `_result_before`
-    out:Path|None=None, # result file; None: none is written
+def _evaluate_into(model:VisionLanguageModel, tasks:str, # as `evaluate_tasks` takes them
+    values:dict, out:Path|None=None, **how:Any, # from `_result_before`; result file, None: none is written
 )->tuple[dict,dict[str,str]]: # what the file holds; messages of tasks that failed
     "Evaluates the tasks that a result file lacks, and writes each into it as soon as it is done."
     failed:dict[str,str] = {}
-    for task in task_names(args.tasks):
-        if values['prompts'].get(task)==_asked_as(task, args.prompts): continue
-        results:Any = cli_evaluate(Namespace(**vars(args)|dict(tasks=task)))
+    for task in task_names(tasks):
+        if values['prompts'].get(task)==_asked_as(task, how['prompts']): continue
+        results:Any = evaluate_tasks(model, task, **how)
         values = _result_values(values, results)
         failed = failed|results['failed']
         if out: write_json(out, values)
@@ -437,40 +483,35 @@ def _results_table(values:dict)->str: # what a result file holds; a line for eac
     "Returns figures for eyes."
     figures = values['results']
     width = max(map(len, figures), default=6)
-    lines = [f"{'figure':<{width}}  {'value':>10}"]
-    for name,value in figures.items(): lines.append(f'{name:<{width}}  {value:>10.4f}')
+    lines = [aligned(('figure','value'), (-width, 12))]
+    for name,value in figures.items():
+        lines.append(aligned((name, f'{value:.4f}'), (-width, 12)))
     for key in ('samples','prompts'):
         tasks = ', '.join(f'{Path(task).name} {value}' for task,value in values[key].items())
         lines.append(f"{key}: {tasks or 'none'}")
     return '\n'.join(lines)
 
-# %% ../../nbs/58_answers.tasks.ipynb #aa431dbf
-def _step_in_name(checkpoint:str)->int|None: # a directory, or a hub id; None: the name says nothing
-    "Returns the updates behind a checkpoint, from its name."
-    kind,_,number = Path(checkpoint).name.rpartition('_')
-    return int(number) if kind=='step' and number.isdigit() else None
-
 # %% ../../nbs/58_answers.tasks.ipynb #aa431dc0
-def main(values:Namespace)->int: # from `cli.eval_parser`; 0, or 1 if a task failed
-    "Command `nanovlm eval`: evaluates a checkpoint."
-    if values.write_tasks:
-        with user_path(): say(str(write_tasks(values.write_tasks)))
-        return 0
-    checkpoint = find_checkpoint(values.checkpoint)
-    out = Path(values.out) if values.out else None
-    names = task_names(values.tasks)
-    step = _step_in_name(checkpoint) if values.step is None else values.step
-    head = dict(global_step=step, checkpoint=str(checkpoint), limit=values.limit)
-    before = _result_before(out, head) # before a model is read
+def evaluate_checkpoint(checkpoint:str|Path, tasks:str, # or a run, or a hub id; separated by commas
+    include_path:str|None=None, prompts:str=PROMPTS[0], limit:float|None=None, batch_size:int=64, # see `_How`
+    out:str|None=None, step:int|None=None, # result file; updates behind it, None: as its name says
+    device:str|None=None)->int: # None: the best there is; 0, or 1 if a task failed
+    "Evaluates a checkpoint, prints its figures and writes them into a file."
+    checkpoint = find_checkpoint(checkpoint)
+    path = Path(out) if out else None
+    names = task_names(tasks)
+    kind,_,number = Path(checkpoint).name.rpartition('_')
+    if step is None and kind=='step' and number.isdigit(): step = int(number)
+    head = dict(global_step=step, checkpoint=str(checkpoint), limit=limit)
+    before = _result_before(path, head) # before a model is read
     own = [] # their questions are made here
-    if not values.include_path: own = [task for task in names if task in _OWN_TASKS]
-    asker = Asker.from_checkpoint(checkpoint, values.device)
-    args = Namespace(model=asker.model, tasks=values.tasks, limit=values.limit,
-        batch_size=values.batch_size, process_with_media=True, device=asker.device,
-        include_path=values.include_path, prompts=values.prompts)
+    if not include_path: own = [task for task in names if task in _OWN_TASKS]
+    model = Asker.from_checkpoint(checkpoint, device).model
     with tempfile.TemporaryDirectory() as folder:
-        if own: args.include_path = str(write_tasks(folder, names=own))
-        results,failed = _evaluate_into(args, before, out)
+        if own: include_path = str(write_tasks(folder, names=own))
+        results,failed = _evaluate_into(model, tasks, before, path, include_path=include_path,
+            prompts=prompts, limit=limit, batch_size=batch_size)
     say(_results_table(results))
-    for task,why in failed.items(): sys.stderr.write(printable(f'{task} failed: {why}\n'))
+    for task,reason in failed.items():
+        sys.stderr.write(printable(f'{task} failed: {reason}\n'))
     return int(bool(failed))

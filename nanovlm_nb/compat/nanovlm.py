@@ -16,7 +16,8 @@ from torch.utils.data import IterableDataset,get_worker_info
 from transformers import PreTrainedTokenizerBase
 
 from ..core.config import TrainConfig,VLMConfig,get_run_name
-from ..core.dist import (destroy_dist,dist_gather,dist_mean_scalar,get_rank,get_world_size,init_dist,
+from ..core.dist import (destroy_dist,dist_gather,dist_mean_scalar,
+    get_rank,get_world_size,init_dist,
     is_dist,is_master,seed_worker,synchronized_dataloader_step,this_rank,wrap_model)
 from ..core.tokenizer import get_tokenizer
 from ..core.usage import require
@@ -48,15 +49,21 @@ class ConstantLengthDataset(IterableDataset):
             f'ConstantLengthDataset packs a VQADataset, not a {type(dataset).__name__}: make one of the rows')
         self.dataset = copy(dataset)
         self.dataset.drops = self.drops = Drops()
-        lengths = dataset.max_sample_length,max_sample_length,seq_length+1
-        self.dataset.max_sample_length = min(n for n in lengths if n is not None)
-        images = dataset.max_images_per_example,max_images_per_example,max_images_per_knapsack
-        self.dataset.max_images_per_example = min(n for n in images if n is not None)
+        length = min(max_sample_length, seq_length+1)
+        if dataset.max_sample_length is not None:
+            length = min(length, dataset.max_sample_length)
+        self.dataset.max_sample_length = length
+        images = min(max_images_per_example, max_images_per_knapsack)
+        if dataset.max_images_per_example is not None:
+            images = min(images, dataset.max_images_per_example)
+        self.dataset.max_images_per_example = images
         rows = dataset.rows
-        streamed = isinstance(dataset.rows, datasets.IterableDataset)
-        self.source:Any = StreamSource(dict(default=rows)) if streamed else MapSource(rows, shuffle=False)
+        self.source:Any = None
+        if isinstance(rows, datasets.IterableDataset): self.source = StreamSource(dict(default=rows))
+        else: self.source = MapSource(rows, shuffle=False)
         pad_id = dataset.tokenizer.pad_token_id
-        self.rules = PackRules(seq_length, pad_id, max_images_per_knapsack, window=num_of_sequences)
+        self.rules = PackRules(seq_length, pad_id, max_images_per_knapsack,
+            window=num_of_sequences)
         self.infinite = infinite
         self.epoch = 0
 
@@ -67,22 +74,26 @@ class ConstantLengthDataset(IterableDataset):
         return packs
 
     def _epoch(self, epoch:int)->Iterator[dict]: # from 0
-        info = get_worker_info()
-        number,lanes = (info.id,info.num_workers) if info else (0,1)
+        worker = get_worker_info()
+        number = 0
+        lanes = 1
+        if worker:
+            number = worker.id
+            lanes = worker.num_workers
         lane = Lane(self.dataset, self.source, self.rules, number, lanes)
-        known = len(self.drops.reasons)
-        for made in packs_of(lane, LaneState(epoch)):
-            for args in made['drops']: self.drops.add(Dropped(*args))
-            if made['done']: break
-            yield {name:made[name] for name in _PARTS}
-        if len(self.drops.reasons)>known: logger.warning('left out: %s', self.drops.blame)
+        before = len(self.drops.reasons)
+        for packed in packs_of(lane, LaneState(epoch)):
+            for drop in packed['drops']: self.drops.add(Dropped(*drop))
+            if packed['done']: break
+            yield {name:packed[name] for name in _PARTS}
+        if len(self.drops.reasons)>before: logger.warning('left out: %s', self.drops.blame)
 
     def __iter__(self)->Iterator[dict]: # `input_ids` and others, see `pack`
         for epoch in count(self.epoch):
-            packs = 0
-            for packs,made in enumerate(self._epoch(epoch), 1): yield made
+            count_of_packs = 0
+            for count_of_packs,packed in enumerate(self._epoch(epoch), 1): yield packed
             if not self.infinite: return
-            require(packs, f'no sample can be packed: {self.drops.blame or "there are no rows"}')
+            require(count_of_packs, f'no sample can be packed: {self.drops.blame or "there are no rows"}')
 
 # %% ../../nbs/77_compat.nanovlm.ipynb #71c0a00e
 class VQACollator:

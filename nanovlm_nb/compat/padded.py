@@ -37,14 +37,15 @@ def _pixel_tensor(picture:Image.Image|bytes|str|Path, # whatever `open_image` ta
     preprocess:Callable, # RGB picture -> (3, H, W), (1, 3, H, W), dict with `pixel_values`, or (tiles, grid)
 )->Tensor: # (3, H, W)
     "Decode a picture and preprocess it."
-    out = preprocess(open_image(picture))
-    if isinstance(out, Mapping): out = out['pixel_values']
-    if isinstance(out, (tuple, list)) and len(out): out = out[0]
-    out = torch.as_tensor(out)
-    out = out[0] if out.ndim == 4 and len(out) == 1 else out
-    require(out.ndim == 3 and len(out) == 3, f'preprocess makes {tuple(out.shape)} of a picture: '
+    pixels = preprocess(open_image(picture))
+    if isinstance(pixels, Mapping): pixels = pixels['pixel_values']
+    if isinstance(pixels, (tuple, list)) and len(pixels): pixels = pixels[0]
+    pixels = torch.as_tensor(pixels)
+    if pixels.ndim == 4 and len(pixels) == 1: pixels = pixels[0]
+    require(pixels.ndim == 3 and len(pixels) == 3,
+        f'preprocess makes {tuple(pixels.shape)} of a picture: '
         'it must give one tensor (3, H, W)')
-    return out
+    return pixels
 
 # %% ../../nbs/76_compat.padded.ipynb #3be7d59b
 class VLMDataset(Dataset):
@@ -56,7 +57,11 @@ class VLMDataset(Dataset):
         max_length:int=512): # tokens; items are one shorter
         "Read the lines and keep the tools."
         self.bad_lines = Drops()
-        self.rows = text_rows(data_path, images_path, self.bad_lines).with_format('arrow')
+        self.rows = []
+        for i,row in enumerate(text_rows(data_path, images_path)):
+            checked = to_row(row, i, marks=True)
+            if isinstance(checked, Dropped): self.bad_lines.add(checked)
+            else: self.rows.append(row)
         self.tokenizer = tokenizer
         self.preprocess = preprocess
         self.max_length = max_length
@@ -77,19 +82,20 @@ class VLMDataset(Dataset):
 
     def encode(self, row:dict)->tuple[Tensor,Tensor]: # from `to_row`; ids and labels (T,), not cut
         "Tokenise a row; raises `Dropped` if nothing can be learned from it."
-        n = len(row['images'])
-        L = self.max_length
-        texts, _ = number_marks(row['texts'], n) # where they are, at the beginning and at the end too
-        try: ids, labels = encode_chat(self.tokenizer, texts, [self.image_special_token]*n, True, self.frames,
-                                       self.special)
+        count = len(row['images'])
+        length = self.max_length
+        pictures = [self.image_special_token]*count
+        texts, _ = number_marks(row['texts'], count) # where they are, at the beginning and at the end too
+        try: ids, labels = encode_chat(self.tokenizer, texts, pictures, True,
+            self.frames, self.special)
         except UsageError as e: raise Dropped(row['id'], 'template', str(e)) from e
         runs = _count_runs(ids, self.image_ids)
-        if runs != n:
-            raise Dropped(row['id'], 'placeholders', f'{runs} runs of placeholders for {n} pictures: '
-                          'take a special token as image_special_token')
-        if (labels[:L-1] == IGNORE).all() or _count_runs(ids[:L], self.image_ids) < n:
-            raise Dropped(row['id'], 'too_long', f'of {len(ids)} tokens, {L} hold no answer '
-                          'or not all pictures: raise max_length')
+        if runs != count:
+            raise Dropped(row['id'], 'placeholders', f'{runs} runs of placeholders for {count} pictures: '
+                'take a special token as image_special_token')
+        if (labels[:length-1] == IGNORE).all() or _count_runs(ids[:length], self.image_ids) < count:
+            raise Dropped(row['id'], 'too_long', f'of {len(ids)} tokens, {length} hold no answer '
+                'or not all pictures: raise max_length')
         return ids, labels
 
     def pixels(self, row:dict)->Tensor: # from `to_row`; (pictures, 3, H, W)
@@ -126,9 +132,11 @@ def jsonl_loader(dataset:VLMDataset, # or any data set of such items
     num_workers:int|None=None, # processes that make items; 0: this one; None: `cores_of_rank()`
 )->DataLoader: # batches as from `collate_items`; with ranks, call `.sampler.set_epoch` before each epoch
     "A plain loader of padded items."
-    n = dist.world_size
-    sampler = DistributedSampler(dataset, n, dist.rank, shuffle, seed) if n > 1 else None
-    return DataLoader(dataset, batch_size, sampler=sampler, shuffle=shuffle and n == 1,
-        drop_last=False, collate_fn=collate_items,
-        num_workers=cores_of_rank() if num_workers is None else num_workers, worker_init_fn=seed_worker,
+    sampler = None
+    if dist.world_size > 1:
+        sampler = DistributedSampler(dataset, dist.world_size, dist.rank, shuffle, seed)
+    if num_workers is None: num_workers = cores_of_rank()
+    return DataLoader(dataset, batch_size, sampler=sampler, shuffle=shuffle and not sampler,
+        drop_last=False, collate_fn=collate_items, num_workers=num_workers,
+        worker_init_fn=seed_worker,
         pin_memory=dist.device.type == 'cuda', generator=torch.Generator().manual_seed(seed))

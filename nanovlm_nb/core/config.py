@@ -4,14 +4,15 @@
 
 # %% auto #0
 __all__ = ['CHAT_TEMPLATE', 'PROMPTS', 'FIELDS', 'FINE', 'CAREFUL', 'REFUSED', 'OF_RUN', 'BESIDE_WEIGHTS', 'OWN_FIELDS',
-           'PRESETS', 'image_tokens', 'VLMConfig', 'evolve', 'TrainConfig', 'check_configs', 'described', 'rules',
-           'resume_rule', 'preset', 'change', 'tiny', 'set_env', 'effective_batch_size', 'updates_of_run',
-           'length_of_run', 'load_function', 'get_run_name']
+           'PRESETS', 'BACKBONE_RATES', 'image_tokens', 'VLMConfig', 'evolve', 'TrainConfig', 'check_configs',
+           'described', 'rules', 'resume_rule', 'preset', 'change', 'tiny', 'set_env', 'effective_batch_size', 'Length',
+           'load_function', 'get_run_name']
 
 # %% ../../nbs/03_core.config.ipynb #3a3a3caa
-import linecache,math,os,re,sys
+import math,os,re,sys
 from collections.abc import Callable
-from dataclasses import dataclass,field,fields,replace
+from copy import deepcopy
+from dataclasses import dataclass,field,fields
 from datetime import datetime
 from importlib import import_module
 from itertools import chain,islice,product
@@ -19,10 +20,10 @@ from pathlib import Path
 from typing import Any,Literal
 
 from .usage import check_known,require,UsageError
-from .fields import _FOLLOWS,Above1F,Below1,Betas,C,Config,Count,CountF,Derived
-from .fields import Deviations,Fraction,Function,Keep,Layers,many,Means,Names,OneName
-from .fields import Place,Pos,PosF,Rank,Schedule,Seconds,Seed,Share,Text,Tokens
-from .fields import Vocabulary,Waiting
+from .fields import _FOLLOWS,Above1F,Backbone,Below1,Betas,C,Config,Count,CountF
+from .fields import Derived,Deviations,Fraction,Function,Keep,Layers,many,Means,Names
+from .fields import OneName,Place,Pos,PosF,Rank,Schedule,Seconds,Seed,Share,Text
+from .fields import Tokens,Vocabulary,Waiting
 
 # %% ../../nbs/03_core.config.ipynb #73fec314
 CHAT_TEMPLATE = ("{% for message in messages %}{{'<|im_start|>' + "
@@ -44,7 +45,8 @@ def image_tokens(convention:str='nanovlm')->dict[str,str]: # of `image_conventio
 class VLMConfig(Config):
     "The model: everything that is needed to build it and to load its weights."
     # --- vision tower
-    vit_hidden_dim:Pos = 768 # width of a patch feature
+    # width of a patch feature
+    vit_hidden_dim:Pos = 768
     vit_inter_dim:Derived = _FOLLOWS # width inside the MLP; default 4 vit_hidden_dim
     vit_patch_size:Pos = 16 # side of a patch in pixels
     vit_img_size:Pos = 512 # side of a tile in pixels
@@ -57,10 +59,13 @@ class VLMConfig(Config):
     vit_pre_norm:bool = False # a layer norm before the first block, as in CLIP
     vit_post_norm:bool = True # a layer norm after the last block; patches of CLIP go without
     vit_activation:Literal['gelu_pytorch_tanh','gelu','quick_gelu'] = 'gelu_pytorch_tanh' # inside the MLP
-    # * backbone whose weights are loaded: hub name or directory
-    vit_model_type:Text = 'google/siglip2-base-patch16-512'
+    # * backbone whose weights are loaded, hub name or directory: SigLIP, CLIP or DINOv2; None: a new tower.
+    # Its sizes come with it: a tile is as large as the pictures that it was trained with, a picture has as
+    # many tiles as before, and mp_pixel_shuffle_factor makes about 8 x 8 image tokens of a tile
+    vit_model_type:Backbone = 'google/siglip2-base-patch16-512'
     # --- language model
-    lm_hidden_dim:Pos = 960 # width of a hidden state
+    # width of a hidden state
+    lm_hidden_dim:Pos = 960
     lm_inter_dim:Pos = 2560 # width inside the SwiGLU MLP
     lm_rms_eps:PosF = 1e-5 # epsilon of the RMS norms
     lm_re_base:Pos = 100000 # base of the rotary embedding (rope theta)
@@ -84,13 +89,14 @@ class VLMConfig(Config):
     moe_top_k:Pos = 2 # experts that a token visits
     moe_shared_experts:Rank = 1 # experts that every token visits besides
     moe_aux_weight:CountF = 0.1 # weight of the loss that keeps the experts evenly busy
-    # * backbone whose weights are loaded: hub name or directory
-    lm_model_type:Text = 'HuggingFaceTB/SmolLM2-360M-Instruct'
+    # * the same for the language model: Llama (SmolLM2), Qwen2.5 or Qwen3, whose tokenizer comes with it
+    lm_model_type:Backbone = 'HuggingFaceTB/SmolLM2-360M-Instruct'
     lm_tokenizer:Text = 'HuggingFaceTB/SmolLM2-360M-Instruct' # * tokenizer: hub name or directory
     # Jinja template that turns messages into text; None: the tokenizer's own
     lm_chat_template:Text|None = CHAT_TEMPLATE
     # --- joining both
-    mp_pixel_shuffle_factor:Pos = 4 # this many patches a side become one image token
+    # this many patches a side become one image token
+    mp_pixel_shuffle_factor:Pos = 4
     mp_image_token_length:Derived = _FOLLOWS # image tokens of a tile; default (tile/patch/factor)^2
     # the projector: linear is nanoVLM's; linear_bias and mlp (a layer norm, two layers) are MiniMind-V's
     mp_kind:Literal['linear','linear_bias','mlp'] = 'linear'
@@ -98,7 +104,8 @@ class VLMConfig(Config):
     resize_to_max_side_len:bool = True # * enlarge smaller pictures to max_img_size
     # name -> token; the order is the order of ids
     vlm_extra_tokens:dict[str,str] = field(default_factory=image_tokens)
-    vlm_load_backbone_weights:bool = True # * start from the weights of both backbones
+    # start from the weights of both backbones; where a preset says False, of those that are named
+    vlm_load_backbone_weights:bool = True
     # * directory of the run directories, or the checkpoint to resume from
     vlm_checkpoint_path:Place = 'checkpoints'
     hf_repo_name:str|None = 'nanoVLM' # * hub repository for the best model; empty: none
@@ -115,7 +122,8 @@ class VLMConfig(Config):
     # value that is white in pictures of more than 8 bits a pixel, such as 4095 for 12 of 16; None: 65535
     pixel_max:PosF|None = None
     # --- pictures that keep their shape: image_convention qwen
-    min_pixels:Pos = 3136 # a smaller picture is enlarged to so many pixels
+    # a smaller picture is enlarged to so many pixels
+    min_pixels:Pos = 3136
     # a larger picture is shrunk to so many; vit_img_size x vit_img_size of them are one token
     max_pixels:Pos = 1003520
     vit_window_size:Pos = 112 # side in pixels of the windows inside which patches attend to each other
@@ -156,6 +164,12 @@ class VLMConfig(Config):
         return side*side+(side>1)
 
     @property
+    def backbones(self)->dict[str,str]: # 'vit' and 'lm', or one of them, or none
+        "Names of the backbones whose weights a new model takes."
+        names = dict(vit=self.vit_model_type, lm=self.lm_model_type)
+        return {part:name for part,name in names.items() if name and self.vlm_load_backbone_weights}
+
+    @property
     def image_token_id(self)->int:
         "Id of the token that image embeddings replace: extra tokens follow the text's in their order."
         return self.lm_base_vocab_size + list(self.vlm_extra_tokens).index('image_token')
@@ -181,18 +195,26 @@ class VLMConfig(Config):
         for name in ('pixel_mean','pixel_std'): # three equal numbers are one
             numbers = getattr(self, name)
             if numbers==3*numbers[:1]: vars(self)[name] = numbers[:1]
+        for part in self.backbones: # their files have the sizes, see `backbone_fields`
+            if f'{part}_model_type' in self.given and f'{part}_hidden_dim' not in self.given: return
         conditions = *_sizes_divide(self),*_tokens_suffice(self),*_shape_stays(self)
         for ok,message in conditions: require(ok, message)
 
 # %% ../../nbs/03_core.config.ipynb #8b05fcb7
 def _sizes_divide(c):
     "Heads, patches, tiles and groups: conditions, and what to say."
-    pairs = [('vit_hidden_dim','vit_n_heads'), ('vit_img_size','vit_patch_size'),
-        ('max_img_size','vit_img_size'), ('lm_n_heads','lm_n_kv_heads'),
-        ('patches_per_side','mp_pixel_shuffle_factor')]
+    side = c.patches_per_side
+    factors = ', '.join(str(n) for n in range(1, side+1) if side%n==0)
+    pairs = [('vit_hidden_dim','vit_n_heads'), ('max_img_size','vit_img_size'),
+        ('lm_n_heads','lm_n_kv_heads')]
     if not c.lm_head_dim: pairs.append(('lm_hidden_dim','lm_n_heads'))
     numbers = [(n, getattr(c, n), by, getattr(c, by)) for n,by in pairs]
     return [*((x%y==0, f'{n} {x} is no multiple of {by} {y}: change one of them') for n,x,by,y in numbers),
+        # SigLIP leaves 6 of 384 pixels over with patches of 14
+        (32*(c.vit_img_size%c.vit_patch_size)<=c.vit_img_size, f'vit_img_size {c.vit_img_size} is no '
+            f'multiple of vit_patch_size {c.vit_patch_size}: change one of them'),
+        (side%c.mp_pixel_shuffle_factor==0, f'mp_pixel_shuffle_factor {c.mp_pixel_shuffle_factor} does not '
+            f'divide the {side} patches along a side of a tile: give one of {factors}'),
         (c.head_width%2==0, f"{'lm_head_dim' if c.lm_head_dim else 'lm_hidden_dim/lm_n_heads'} is "
             f'{c.head_width}, but rotary embedding needs an even one: change it'),
         (c.vit_cls_flag or not c.vit_keep_patches, 'vit_keep_patches without vit_cls_flag: set both'),
@@ -237,9 +259,10 @@ def _shape_stays(c):
 # %% ../../nbs/03_core.config.ipynb #a87821c9
 def evolve(cfg:C, **changes)->C:
     "Returns a changed, checked copy in which derived fields follow; what is changed counts as given."
-    follow = {n:None for n,v in cfg.derived().items() if getattr(cfg, n)==v}
-    new = replace(cfg, **(follow|changes))
-    vars(new)['given'] = cfg.given|changes.keys()
+    new = deepcopy(cfg)
+    vars(new).update((n, None) for n,v in cfg.derived().items() if getattr(cfg, n)==v)
+    for name,value in changes.items(): setattr(new, name, value)
+    new.check()
     return new
 
 # %% ../../nbs/03_core.config.ipynb #56d5d990
@@ -249,10 +272,14 @@ PROMPTS = 'nanovlm','plain' # how benchmarks can be asked
 class TrainConfig(Config):
     "The run: data, optimizer, and what is reported."
     # --- optimizer
-    lr_mp:CountF = 0.00512 # * learning rate of the projector; 0 freezes it
+    # * learning rate of the projector; 0 freezes it
+    lr_mp:CountF = 0.00512
     lr_vision_backbone:CountF = 5e-5 # * learning rate of the vision tower; 0 freezes it
     lr_language_backbone:CountF = 5e-5 # * learning rate of the language model; 0 freezes it
     lr_backbones:CountF|None = None # * one learning rate for both backbones instead
+    # * updates at the beginning in which the projector trains alone, or below 1 their share of the run; then
+    # the backbones train too, and their rates begin with a warm-up; 0: none
+    projector_steps:CountF = 0.
     # train only so many last blocks of the language model, with its rate; None: all of it
     language_last_blocks:Pos|None = None
     # * rank of adapters (LoRA): the weights of load_from stay as they are, and a pair of narrow matrices
@@ -290,7 +317,8 @@ class TrainConfig(Config):
     compile:bool|None = None
     seed:Seed = 0 # * seed of weights, data order and sampling
     # --- data
-    train_dataset_path:Text = 'HuggingFaceM4/FineVision_concat_shuffled_2' # * hub name, directory or `shapes`
+    # * hub name, directory or `shapes`
+    train_dataset_path:Text = 'HuggingFaceM4/FineVision_concat_shuffled_2'
     train_dataset_name:Names = many('default') # * configurations to load; `all` for all
     # * share of each configuration in what is drawn, of any sum; empty: all rows alike
     train_dataset_weights:list[PosF] = many()
@@ -389,6 +417,11 @@ class TrainConfig(Config):
     eval_wait:Waiting = 600. # seconds that a run waits at its end for evaluations still under way
 
     @property
+    def length(self)->'Length':
+        "How long the run is."
+        return Length(self.max_training_steps, self.max_training_samples, self.max_epochs)
+
+    @property
     def lr_backbone_pair(self)->tuple[float,float]:
         "The learning rates of the vision tower and of the language model, joint or not."
         joint = self.lr_backbones
@@ -443,6 +476,8 @@ def _parts_fit(c):
     return [
         (not rank or last is None, f'language_last_blocks {last} and lora_rank {rank}: '
             'name blocks in lora_targets instead, such as decoder.blocks.31'),
+        (not c.projector_steps or c.lr_mp and not rank, f'projector_steps {c.projector_steps:g} needs a '
+            'projector that trains: raise lr_mp above 0, and leave lora_rank out'),
         (not c.cache_features or rank or c.lr_backbone_pair[0]==0,
             'cache_features needs a frozen vision tower: set lr_vision_backbone (or lr_backbones) to 0'),
         (ddp or not c.cache_features, f'cache_features {alone} set sharding to ddp'),
@@ -466,17 +501,16 @@ def check_configs(vlm_cfg:VLMConfig, train_cfg:TrainConfig)->None:
 
 # %% ../../nbs/03_core.config.ipynb #36752380
 FIELDS = {f.name:f for f in (*fields(VLMConfig), *fields(TrainConfig))} # of both, by name
-_LINE = r'(?:    # --- (.*)\n)?((?:    # .*\n)*)    (\w+):[^#\n]*(?:# (.*))?' # section, above, name, behind
 
-def described(cls:type[Config])->dict[str,tuple[str,str,bool]]: # section, help, and whether it is common
-    "Returns what the comments behind the fields, or in the lines above them, say."
-    source = ''.join(linecache.getlines(cls.check.__code__.co_filename))
-    page = source.partition(f'class {cls.__name__}(')[2].partition('\n    def ')[0]
+def described(owner:Callable)->dict[str,tuple[str,str,bool]]: # section, help, and whether it is common
+    "Returns the comments behind the fields of a dataclass or the parameters of a function, or above them."
+    from fastcore.docments import docments # here, since only a help needs it
     found = {}
     section = ''
-    for head,above,name,behind in re.findall(_LINE, page):
-        section = head or section
-        text = ' '.join([*re.findall('# (.*)', above), behind]).strip()
+    for name,comment in docments(owner, returns=False).items():
+        lines = (comment or '').split('\n')
+        if lines[0].startswith('--- '): section = lines.pop(0)[4:]
+        text = ' '.join(map(str.strip, lines))
         found[name] = section,text.removeprefix('* '),text.startswith('* ')
     return found
 
@@ -504,7 +538,8 @@ _REFUSED = rules(REFUSED, {
 
 # %% ../../nbs/03_core.config.ipynb #f1e1d006
 _CAREFUL = rules(CAREFUL, {
-    'lr_schedule warmup_ratio min_lr_ratio':'the learning rate jumps to where the new schedule stands',
+    'lr_schedule warmup_ratio min_lr_ratio projector_steps':
+        'the learning rate jumps to where the new schedule stands',
     'max_training_steps max_training_samples max_epochs':
         'the learning rate follows the length of the run: it jumps to where the new schedule stands',
     'loss_average weight_decay betas max_grad_norm max_grad_spike vit_dropout lm_dropout moe_aux_weight '
@@ -557,10 +592,10 @@ _MINIMIND_TRAIN = dict(lr_mp=4e-4, lr_backbones=0., lr_schedule='minimind', batc
     wandb_entity=None, use_lmms_eval=False, long_run_name=False)
 # no tokens announce a picture in the text
 _BARE = dict(vlm_extra_tokens={'image_token':'<|image|>'})
-_MINIMIND_CLIP = _MINIMIND_VLM | _BARE | dict(vit_model_type='openai/clip-vit-base-patch16',
+_CLIP_PIXELS = dict(pixel_mean=[.48145466,.4578275,.40821073], pixel_std=[.26862954,.26130258,.27577711])
+_MINIMIND_CLIP = _MINIMIND_VLM | _BARE | _CLIP_PIXELS | dict(vit_model_type='openai/clip-vit-base-patch16',
     vit_ln_eps=1e-5, vit_cls_flag=True, vit_keep_patches=True, vit_pre_norm=True, vit_post_norm=False,
-    vit_activation='quick_gelu', mp_kind='linear_bias', pixel_mean=[.48145466,.4578275,.40821073],
-    pixel_std=[.26862954,.26130258,.27577711])
+    vit_activation='quick_gelu', mp_kind='linear_bias')
 _MINIMIND3_VLM = _MINIMIND_VLM | _BARE | dict(vit_img_size=256, max_img_size=256, vit_patch_size=32,
     vit_model_type='google/siglip2-base-patch32-256', lm_hidden_dim=768, lm_inter_dim=2432, lm_n_kv_heads=4,
     lm_rms_eps=1e-6, lm_qk_norm=True, moe_top_k=1, moe_shared_experts=0, moe_aux_weight=5e-4, mp_kind='mlp')
@@ -570,8 +605,7 @@ _QWEN_VLM = dict(vit_hidden_dim=1280, vit_inter_dim=3420, vit_patch_size=14, vit
     lm_chat_template=None, mp_pixel_shuffle_factor=2, max_img_size=28, image_convention='qwen',
     vlm_extra_tokens={'vision_start_token':'<|vision_start|>', 'vision_end_token':'<|vision_end|>',
         'token_2':'<|vision_pad|>', 'image_token':'<|image_pad|>', 'video_token':'<|video_pad|>'},
-    vlm_load_backbone_weights=False, hf_repo_name=None, lm_mrope_sections=[16,24,24],
-    pixel_mean=[.48145466,.4578275,.40821073], pixel_std=[.26862954,.26130258,.27577711])
+    vlm_load_backbone_weights=False, hf_repo_name=None, lm_mrope_sections=[16,24,24]) | _CLIP_PIXELS
 _QWEN_SIZES = {'3b':dict(lm_hidden_dim=2048, lm_inter_dim=11_008, lm_n_heads=16, lm_n_kv_heads=2,
         lm_n_blocks=36, lm_vocab_size=151_936, lm_tie_weights=True),
     '7b':dict(lm_hidden_dim=3584, lm_inter_dim=18_944, lm_n_heads=28, lm_n_kv_heads=4,
@@ -606,10 +640,23 @@ _TINY_VLM = dict(vit_hidden_dim=32, vit_n_heads=2, vit_n_blocks=1, lm_hidden_dim
 _TINY_TRAIN = dict(data_cutoff_idx=60, val_size=12, num_of_sequences=4, num_workers=0, val_workers=0,
     max_training_steps=8, eval_interval=4, ask_samples=0, dtype='float32', progress_bar=False)
 
+# name of a backbone -> its learning rate
+BACKBONE_RATES = dict(vit_model_type='lr_vision_backbone', lm_model_type='lr_language_backbone')
+
 def change(vlm_cfg:VLMConfig, train_cfg:TrainConfig, changes:dict)->tuple[VLMConfig,TrainConfig]:
-    "Changes fields, whichever configuration they belong to."
+    """Changes fields, whichever configuration they belong to. A backbone that is named is loaded and learns
+    slowly, and beside a language model that has learned already the projector begins alone."""
     of_model = {n:v for n,v in changes.items() if n in vlm_cfg.__dataclass_fields__}
     of_run = {n:v for n,v in changes.items() if n not in of_model}
+    load = 'vlm_load_backbone_weights'
+    named = {n:rate for n,rate in BACKBONE_RATES.items() if of_model.get(n)}
+    if named and not getattr(vlm_cfg, load) and load not in vlm_cfg.given|of_model.keys():
+        usual = dict.fromkeys(BACKBONE_RATES)|{load:True} # what is not named is new
+        of_run = {rate:getattr(TrainConfig, rate) for rate in named.values()}|of_run
+        if 'lm_model_type' in named:
+            usual |= dict(init_std=VLMConfig.init_std)
+            of_run = dict(projector_steps=.1)|of_run
+        of_model = usual|of_model
     return evolve(vlm_cfg, **of_model),evolve(train_cfg, **of_run)
 
 # %% ../../nbs/03_core.config.ipynb #8b50727f
@@ -636,18 +683,34 @@ def effective_batch_size(train_cfg:TrainConfig, world_size:int=1)->int:
     return train_cfg.batch_size*train_cfg.gradient_accumulation_steps*world_size
 
 # %% ../../nbs/03_core.config.ipynb #5a3b1e02
-def updates_of_run(train_cfg:TrainConfig, size:float|None=None, step:int=0, samples:int=0)->int|None:
-    """Returns the updates of a run at most, the `step` updates and `samples` so far included.
-    `size` is the samples of an update from now on; None: not measured yet, so the length may be unknown."""
-    most = train_cfg.max_training_samples
-    if most is None: return train_cfg.max_training_steps
-    return step+max(math.ceil((most-samples)/size), 0) if size else None
+@dataclass(frozen=True)
+class Length:
+    "How long a run is: so many updates, or so many samples, and in any case at most so many epochs."
+    steps:int # updates
+    samples:int|None = None # in place of the updates
+    epochs:int|None = None # passes over the data; None: as many as it takes
 
-# %% ../../nbs/03_core.config.ipynb #5ad8424c
-def length_of_run(train_cfg:TrainConfig)->str:
-    "Returns the length of a run in its own unit, e.g. `4000 updates`."
-    most = train_cfg.max_training_samples
-    return f'{train_cfg.max_training_steps} updates' if most is None else f'{most} samples'
+    def __str__(self): return f'{self.steps} updates' if self.samples is None else f'{self.samples} samples'
+
+    def is_reached(self, step:int, samples:int, epoch:int=0)->bool: # made, seen and completed so far
+        "Returns whether nothing is left."
+        if self.epochs and epoch>=self.epochs: return True
+        return step>=self.steps if self.samples is None else samples>=self.samples
+
+    def updates(self, size:float|None=None, step:int=0, samples:int=0, planned:int|None=None)->int|None:
+        """Returns the updates of the whole run, `step` of them and `samples` so far included; None: unknown.
+        `size` is the samples of an update from now on, `planned` the updates that `epochs` come to."""
+        limits = [planned] if planned else []
+        if self.samples is None: limits.append(self.steps)
+        elif size: limits.append(step+max(math.ceil((self.samples-samples)/size), 0))
+        return min(limits, default=None)
+
+    def place(self, step:int, samples:int, size:float, planned:int|None=None)->tuple[float,Any]:
+        """Returns `step` and `max_steps` for the schedule of an update of `size` samples.
+        A run that counts samples is measured in updates of that size."""
+        if self.samples is None: return step,self.updates(planned=planned)
+        size = min(max(size, 1), self.samples) # an update may be empty, or larger than the run
+        return samples/size,self.samples/size
 
 # %% ../../nbs/03_core.config.ipynb #e5a20004
 def load_function(name:str, field:str)->Callable:
@@ -671,7 +734,8 @@ def get_run_name(train_cfg:TrainConfig, vlm_cfg:VLMConfig, world_size:int=1, now
     date = f'{now or datetime.now():%m%d-%H%M%S}'
     data = re.sub(r'\W+', '_', Path(train_cfg.train_dataset_path).stem)[:40].strip('_') or 'run'
     if not train_cfg.long_run_name: return f'{data}-{date}'
-    vit,lm = (m.rstrip('/').split('/')[-1] for m in (vlm_cfg.vit_model_type,vlm_cfg.lm_model_type))
+    names = [name or 'new' for name in (vlm_cfg.vit_model_type,vlm_cfg.lm_model_type)]
+    vit,lm = (name.rstrip('/').split('/')[-1] for name in names)
     lrs = 'lr_vision_{}-language_{}-{}'.format(*train_cfg.lr_backbone_pair, train_cfg.lr_mp)
     if train_cfg.lora_rank: lrs = f'lora_{train_cfg.lora_rank}-{train_cfg.lr_lora}'
     length = f'{train_cfg.max_training_steps}'

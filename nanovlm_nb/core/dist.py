@@ -5,12 +5,12 @@
 # %% auto #0
 __all__ = ['pick_device', 'Dist', 'collective', 'launch', 'on_all', 'on_master', 'init_dist', 'is_dist', 'get_rank',
            'get_world_size', 'is_master', 'this_rank', 'dist_gather', 'dist_mean_scalar', 'destroy_dist', 'is_sharded',
-           'wrap_model', 'unwrap_model', 'no_sync', 'synchronized_batches', 'synchronized_dataloader_step', 'set_seed',
-           'seed_worker', 'check_socket_room', 'rng_state', 'set_rng_state', 'cores_of_rank', 'set_threads']
+           'wrap_model', 'unwrap_model', 'no_sync', 'synchronized_dataloader_step', 'set_seed', 'seed_worker',
+           'check_socket_room', 'rng_state', 'set_rng_state', 'cores_of_rank', 'set_threads']
 
 # %% ../../nbs/05_core.dist.ipynb #02ae6094
 import inspect,multiprocessing,os,pickle,random,signal,tempfile,threading,time
-from collections.abc import Callable,Iterable,Iterator
+from collections.abc import Callable,Iterable,Iterator,Sequence
 from contextlib import AbstractContextManager,nullcontext
 from dataclasses import dataclass,replace
 from datetime import timedelta
@@ -61,6 +61,22 @@ class Dist:
         out = [obj]*self.world_size
         if self.world_size>1: collective(self, 'gather', c10d.all_gather_object, out, obj, self.cpu_group)
         return out
+
+    def reduce(self, numbers:Sequence[float], op:str='sum')->list: # 'sum' or 'max'; as many on every rank
+        "Returns, place by place, the sums or the largest of what the ranks have; whole numbers stay whole."
+        if self.world_size==1: return [*numbers]
+        tensor = torch.from_numpy(np.array(numbers))
+        collective(self, 'reduce', c10d.all_reduce, tensor,
+            getattr(c10d.ReduceOp, op.upper()), self.cpu_group)
+        return tensor.tolist()
+
+    def to_master(self, data:bytes, size:int)->list[bytes]: # `size` bytes at most, the same on every rank
+        "Returns what all ranks have, filled up with zeros, on rank 0; nothing elsewhere."
+        if self.world_size==1: return [data]
+        mine = torch.frombuffer(bytearray(data.ljust(size, b'\0')), dtype=torch.uint8)
+        everyone = [torch.empty_like(mine) for _ in range(self.world_size*self.is_master)]
+        collective(self, 'to_master', c10d.gather, mine, everyone, 0, self.cpu_group)
+        return [bytes(tensor.numpy()) for tensor in everyone]
 
     def sum(self, x:float)->float:
         "Returns the sum of what the ranks say, in their order."
@@ -251,25 +267,17 @@ def no_sync(model:Any, active:bool=True)->AbstractContextManager: # False: the l
         model.set_reshard_after_backward(not (active and model.weights_stay))
     return model.no_sync() if active and isinstance(model, DistributedDataParallel) else nullcontext()
 
-# %% ../../nbs/05_core.dist.ipynb #9bf7dbf5
-def synchronized_batches(loader:Iterable, dist:Dist, idle:Callable|None=None)->Iterator:
-    """Yields batches until the first rank has no more, or, with `idle`, until the last has none.
-    `idle` makes a batch without effect for ranks that have run out. An error of one rank reaches all."""
-    batches = (b for b in loader if b is not None and len(b))
+# %% ../../nbs/05_core.dist.ipynb #7a1c0e02
+def synchronized_dataloader_step(train_loader:Iterable, is_dist:bool)->Iterator: # False: nobody is asked
+    "Yields batches until the first rank has no more; an error of one rank is raised on all."
+    dist = this_rank() if is_dist else Dist()
+    batches = (batch for batch in train_loader if batch is not None and len(batch))
     batch = None
     def read():
         nonlocal batch
         batch = next(batches, None)
         return batch is not None
-    while True:
-        found = on_all(dist, read)
-        if not (all(found) if idle is None else any(found)): return
-        yield idle() if batch is None and idle else batch
-
-# %% ../../nbs/05_core.dist.ipynb #7a1c0e02
-def synchronized_dataloader_step(train_loader:Iterable, is_dist:bool)->Iterator: # False: nobody is asked
-    "Yields batches until the first rank has no more, as nanoVLM's loop calls it."
-    return synchronized_batches(train_loader, this_rank() if is_dist else Dist())
+    while all(on_all(dist, read)): yield batch
 
 # %% ../../nbs/05_core.dist.ipynb #266c2cad
 def set_seed(seed:int)->None: # 0 <= seed < 2**32

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['Pos', 'PosF', 'Count', 'CountF', 'Above1F', 'Seconds', 'Waiting', 'Layers', 'Rank', 'Tokens', 'Fraction', 'Share',
            'Below1', 'Seed', 'Vocabulary', 'Keep', 'Text', 'Place', 'OneName', 'Function', 'WITH_WARMUP', 'SCHEDULES',
-           'Schedule', 'Names', 'Betas', 'Means', 'Deviations', 'OWN_ROWS', 'IGNORE', 'C', 'rule_of', 'as_type',
-           'kinds_of', 'Config', 'many']
+           'Schedule', 'Names', 'Betas', 'Means', 'Deviations', 'Format', 'Outtype', 'OWN_ROWS', 'IGNORE', 'C',
+           'rule_of', 'as_type', 'kinds_of', 'Config', 'many']
 
 # %% ../../nbs/02_core.fields.ipynb #49f64b90
 import json,math,reprlib
@@ -52,6 +52,10 @@ Betas = Annotated[list[Below1], 'two shares, each 0 or more and below 1', lambda
 _BY_CHANNEL = 'one number, or three for red, green and blue'
 Means = Annotated[list[float], _BY_CHANNEL, lambda x: len(x) in (1,3)]
 Deviations = Annotated[list[PosF], _BY_CHANNEL, lambda x: len(x) in (1,3)]
+
+# %% ../../nbs/02_core.fields.ipynb #6843073d
+Format = Literal['smolvlm','idefics3','qwen2_5_vl','nanovlm','peft','onnx','web','gguf'] # of an export
+Outtype = Literal['f32','f16','q8_0'] # how a GGUF file keeps its matrices
 
 # %% ../../nbs/02_core.fields.ipynb #6a107bf9
 _BASIC = {int:'a whole number', float:'a finite number', bool:'True or False', str:'a text in UTF-8'}
@@ -185,8 +189,12 @@ class Config:
         except (ValueError, RecursionError) as e: raise UsageError(f'{_json_file(path)}: {e}') from e
 
 # %% ../../nbs/02_core.fields.ipynb #f1e1d001
-if TYPE_CHECKING: Derived = int # read, such a field is a number
-else: Derived = Pos|None        # left out, or None: computed from other fields
+if TYPE_CHECKING: # read, such a field is a number, or a name
+    Derived = int
+    Backbone = str
+else:
+    Derived = Pos|None # left out, or None: computed from other fields
+    Backbone = Text|None # None: there is none
 _FOLLOWS:Any = None # the default of a field that follows from others
 
 def many(*values:Any)->Any:

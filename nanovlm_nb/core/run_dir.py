@@ -16,11 +16,13 @@ __all__ = ['TMP', 'MANIFEST', 'READ_BY_LOADERS', 'TRAINER_STATE', 'NEEDED', 'CON
 
 # %% ../../nbs/01_core.run_dir.ipynb #d1200010
 import hashlib,json,os,shutil,logging,math,re,socket,stat,time
-from collections.abc import Iterable,Iterator
+from collections.abc import Callable,Iterable,Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager,suppress
 from pathlib import Path
 from typing import Any
+
+from xxhash import xxh3_128
 
 from .usage import MissingFile,UsageError,require,user_path
 
@@ -91,22 +93,22 @@ def open_own(path:str|Path, mode:str, **how:Any)->Any: # as `open` takes them
     return open(path, mode, opener=lambda name, flags: os.open(name, flags|_PLAIN, 0o666), **how)
 
 # %% ../../nbs/01_core.run_dir.ipynb #a10600d6
-def file_digest(path:str|Path)->str: # 64 hexadecimal digits
-    "Returns the SHA-256 of a file."
-    sha = hashlib.sha256()
+def file_digest(path:str|Path, kind:Callable=hashlib.sha256)->str: # or `xxh3_128`; hexadecimal digits
+    "Returns the digest of a file."
+    digest = kind()
     with open(path, 'rb') as f:
-        for block in iter(lambda: f.read(1<<20), b''): sha.update(block)
-    return sha.hexdigest()
+        for block in iter(lambda: f.read(1<<20), b''): digest.update(block)
+    return digest.hexdigest()
 
 # %% ../../nbs/01_core.run_dir.ipynb #b9a94c78
-def file_digests(folder:Path, names:Iterable[str])->dict[str,str]: # name relative to `folder` -> digest
-    "Returns the digests of several files, which are read at once."
+def file_digests(folder:Path, names:Iterable[str], kind:Callable=xxh3_128)->dict[str,str]: # name -> digest
+    "Returns the digests of several files of a folder, which are read at once."
     names = [*names]
     with ThreadPoolExecutor(4) as pool:
-        return dict(zip(names, pool.map(lambda n: file_digest(folder/n), names)))
+        return dict(zip(names, pool.map(lambda name: file_digest(folder/name, kind), names)))
 
 # %% ../../nbs/01_core.run_dir.ipynb #a10600d9
-MANIFEST = 'manifest.json' # lists the files of a directory: size and SHA-256 of each
+MANIFEST = 'manifest.json' # lists the files of a directory: size and digest of each
 
 def file_sizes(folder:str|Path)->dict[str,int]: # name relative to `folder` -> bytes
     "Returns the files below a directory, without the manifest and files that vanish meanwhile."
@@ -124,7 +126,7 @@ def write_manifest(folder:str|Path, known:dict[str,str]={}, # digests that were 
     folder = Path(folder)
     sizes = {name:size for name,size in file_sizes(folder).items() if deep or '/' not in name}
     digests = file_digests(folder, sizes.keys()-known.keys())|known
-    listed = {n:dict(bytes=size, sha256=digests[n]) for n,size in sizes.items()}
+    listed = {name:dict(bytes=size, xxh128=digests[name]) for name,size in sizes.items()}
     write_atomic(folder/MANIFEST, json.dumps(listed, indent=1)+'\n')
 
 # %% ../../nbs/01_core.run_dir.ipynb #a10600dc
@@ -133,7 +135,8 @@ def _read_manifest(folder:Path)->dict[str,tuple[int,str]]: # name -> bytes, dige
     file = folder/MANIFEST
     try:
         listed = json.loads(file.read_text(encoding='utf-8')) if file.is_file() else {} # a pipe never ends
-        return {name:(int(e['bytes']), e['sha256']) for name,e in listed.items()}
+        # earlier versions of this library wrote SHA-256
+        return {name:(int(e['bytes']), e.get('xxh128') or e['sha256']) for name,e in listed.items()}
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError): return {}
 
 # %% ../../nbs/01_core.run_dir.ipynb #a10600df
@@ -156,7 +159,9 @@ def _changed_files(folder:Path, deep:bool=True)->list[str]: # phrases; False: le
     "Returns which of the files that are there were changed, or added, since they were listed."
     listed = _read_manifest(folder)
     there = [n for n in file_sizes(folder) if listed and (deep or '/' not in n)]
-    digests = file_digests(folder, [n for n in there if n in listed])
+    kind:Callable = xxh3_128
+    if any(len(digest)==64 for _,digest in listed.values()): kind = hashlib.sha256
+    digests = file_digests(folder, [n for n in there if n in listed], kind)
     changed = [f'{n} is not as it was written' for n,digest in digests.items() if digest!=listed[n][1]]
     added = [n for n in there if n not in listed and n.endswith(READ_BY_LOADERS)]
     return [*changed, *(f'{n} is not in its manifest' for n in added)]

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['TRUSTED', 'save_yaml', 'read_yaml', 'read_sections', 'trust_flags', 'check_trust', 'load_yaml', 'run_path',
-           'check_run', 'SettingsParser', 'parse_args']
+           'help_flag', 'check_run', 'SettingsParser', 'parse_args']
 
 # %% ../../nbs/04_core.settings.ipynb #087088dc
 from argparse import ArgumentDefaultsHelpFormatter,Namespace,SUPPRESS
@@ -179,26 +179,29 @@ def _from_text(text:str, kind:Any)->Any:
     except UsageError: return text # which its kind refuses
 
 # %% ../../nbs/04_core.settings.ipynb #fb59a078
-def _add_field(group, f, default, help, common):
-    "Adds the flag of a field, and a twin for what is true by default; the help of a rare one is kept aside."
+def _add_field(group, f, default, help):
+    "Adds the flag of a field, and a twin for what is true by default."
     base = rule_of(f.type)[0]
     choices = get_args(f.type) if get_origin(f.type) is Literal else ()
     if len(str(default))>=100: default = SUPPRESS # the template and the tokens would fill the screen
     how:dict = {}
     if base is bool: how = dict(nargs='?', const='True')
     if base is list: how = dict(nargs='+')
-    action = group.add_argument(f'--{f.name}', default=default, type=lambda text: _from_text(text, f.type),
-        help=help if common else SUPPRESS, metavar='|'.join(choices) or base.__name__.upper(), **how)
-    action.whole = help
+    group.add_argument(f'--{f.name}', default=default, type=lambda text: _from_text(text, f.type), help=help,
+        metavar='|'.join(choices) or base.__name__.upper(), **how)
     if f.type is bool and f.default is True:
         group.add_argument(f'--no_{f.name}', dest=f.name, action='store_const', const=False,
-            default=default, help=f'the same as --{f.name} False' if common else SUPPRESS)
+            default=default, help=help if help==SUPPRESS else f'the same as --{f.name} False')
 
 # %% ../../nbs/04_core.settings.ipynb #974a2952
 def _underscored(word):
     "A flag with underscores, as all of ours are."
     name = word.partition('=')[0]
     return word.replace(name, '--'+name[2:].replace('-', '_'), 1) if name.startswith('--') else word
+
+def help_flag(words:Iterable[str])->str: # of a command line; '' if none asks for the help
+    "Returns the flag that asks for the help, `--help_all` before others."
+    return max({*map(_underscored, words)}&{'-h','--help','--help_all'}, key=len, default='')
 
 # %% ../../nbs/04_core.settings.ipynb #974a2955
 def check_run(path:str|Path)->Path:
@@ -225,31 +228,31 @@ def _combined(name, config, given):
 class SettingsParser(Parser):
     """Has a flag for each field, `--preset` and `--config`, and makes configurations of their values.
     The help shows the values of the preset shapes, and only the common fields, unless --help_all is given."""
-    def __init__(self, prog:str='nanovlm train', usage:str='[CONFIG.yaml] ', takes_run:bool=False, **kwargs):
+    def __init__(self, prog:str='nanovlm train', usage:str='[CONFIG.yaml] ', takes_run:bool=False,
+        shown:str='--help', **kwargs): # as from `help_flag`; '': no texts, in a quarter of the time
         super().__init__(prog, f'%(prog)s {usage}[--preset NAME] [--FIELD VALUE ...]',
             formatter_class=ArgumentDefaultsHelpFormatter, **kwargs)
         self.takes_run = takes_run
-        about = described(VLMConfig)|described(TrainConfig)
+        about = dict.fromkeys(FIELDS, ('','',False))
+        if shown: about = described(VLMConfig)|described(TrainConfig)
         groups = {}
         self.add_argument('--help_all', action='help', help='show every setting')
         self.add_argument('--preset', choices=list(PRESETS),
                           help='configuration to start from; None: the one that the file names, else shapes')
         self.add_argument('--config', metavar='FILE.yaml', help='fields to change, under `vlm` and `train`')
-        shown = {}
-        for cfg in preset('shapes'): shown |= vars(cfg)
+        usual = {}
+        for cfg in preset('shapes'): usual |= vars(cfg)
         for name,(section,help,common) in about.items():
             if section not in groups: groups[section] = self.add_argument_group(section)
-            _add_field(groups[section], FIELDS[name], shown[name], help.replace('%', '%%'), common)
+            if not common and shown!='--help_all': help = SUPPRESS
+            _add_field(groups[section], FIELDS[name], usual[name], help.replace('%', '%%'))
 
     def parse_args(self, args:list[str]|None=None, namespace=None): # type: ignore[override] # has one form
         "Returns `vlm_cfg`, `train_cfg`, `saved` (where a resumed run has its own), `run_dir`, and the rest."
         words = [*map(_underscored, own_words(args))]
-        if '--help_all' in words:
-            for action in self._actions: action.help = getattr(action, 'whole', action.help)
         values,rest = self.parse_known_args(words, Namespace(**dict.fromkeys(FIELDS, MISSING)))
         found = {name:vars(values).pop(name) for name in FIELDS}
         given = {name:value for name,value in found.items() if value is not MISSING}
-        if self.check: self.check(values)
         first = Path(rest[0]) if rest else Path('none')
         values.run_dir = None
         if self.takes_run and first.is_dir():
@@ -267,5 +270,6 @@ class SettingsParser(Parser):
 # %% ../../nbs/04_core.settings.ipynb #974a2954
 def parse_args(argv:list[str]|None=None)->tuple[VLMConfig,TrainConfig,Namespace]: # default: of the process
     "Returns what preset, file and flags make together: the model, the run, and all values."
-    values = SettingsParser().parse_args(argv)
+    words = own_words(argv)
+    values = SettingsParser(shown=help_flag(words)).parse_args(words)
     return values.vlm_cfg,values.train_cfg,values

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['OTHER_WORDS', 'DEBUG', 'UsageError', 'require', 'MissingFile', 'Unreachable', 'user_path', 'nearest', 'check_known',
-           'printable', 'say', 'PrintableFormatter', 'Parser', 'near_path', 'check_hub_name', 'own_words',
-           'without_debug', 'one_line_errors', 'begin_training']
+           'printable', 'say', 'PrintableFormatter', 'aligned', 'Parser', 'near_path', 'check_hub_name',
+           'check_new_folder', 'own_words', 'without_debug', 'one_line_errors', 'begin_training']
 
 # %% ../../nbs/00_core.usage.ipynb #e5b10003
 import difflib,errno,logging,os,re,sys
@@ -127,14 +127,20 @@ class PrintableFormatter(logging.Formatter):
         "Returns the line."
         return printable(super().format(record))
 
+# %% ../../nbs/00_core.usage.ipynb #b5e9f99e
+def aligned(cells:Iterable, widths:Iterable[int])->str: # of columns in characters; below 0: to the left
+    "Returns a row of a table."
+    line = ''
+    for cell,width in zip(cells, widths): line += f'{cell:<{-width}}' if width<0 else f'{cell:>{width}}'
+    return line
+
 # %% ../../nbs/00_core.usage.ipynb #e5b10011
 DEBUG = '--debug' # flag of every command: show the traceback of a user error
 
 class Parser(ArgumentParser):
     "The parser of a command, which raises a UsageError."
-    def __init__(self, *args, check:Callable[[Any],None]|None=None, **kwargs): # `check` raises what is wrong
+    def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs|dict(allow_abbrev=False)) # a short form may mean two flags one day
-        self.check = check
         self.add_argument(DEBUG, action='store_true', help='show the traceback of an error')
 
     def error(self, message:str)->NoReturn:
@@ -151,7 +157,6 @@ class Parser(ArgumentParser):
         "Returns the values; an argument that does not exist is an error."
         values,rest = self.parse_known_args(args, namespace)
         self.refuse(rest)
-        if self.check: self.check(values)
         return values
 
 # %% ../../nbs/00_core.usage.ipynb #e5b10021
@@ -173,6 +178,14 @@ def check_hub_name(name:str|Path)->None: # of a model, a tokenizer or a data set
     path = path or Path(text).suffix in _OF_FILES
     if path and not text.startswith(('hf://','buckets/')):
         raise MissingFile(f"{name}: No such file or directory{near_path(name) or ', give another path'}")
+
+# %% ../../nbs/00_core.usage.ipynb #4f2a7915
+def check_new_folder(name:str|Path)->None: # where something will be written
+    "Raises a UsageError unless a directory of this name is empty, or can be made."
+    place = Path(name).absolute()
+    first = next(p for p in (place, *place.parents) if p.exists() or p.is_symlink())
+    require(first.is_dir(), f'{name}: {first} is a file, or a link to nothing: give a new directory')
+    require(first!=place or not any(place.iterdir()), f'{name} is not empty: give a new directory')
 
 # %% ../../nbs/00_core.usage.ipynb #e62e6c02
 def own_words(argv:list[str]|None=None)->list[str]: # default: of the process

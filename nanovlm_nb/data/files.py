@@ -4,31 +4,36 @@
 
 # %% auto #0
 __all__ = ['LINES', 'FILES', 'logger', 'PIECE', 'LOAD_ERRORS', 'ending', 'lines_for', 'group_samples', 'renamed', 'rename',
-           'as_picture', 'read_object', 'text_files', 'text_rows', 'local_configs', 'config_names', 'parquet_footer',
-           'picture_folders', 'load_config', 'unread_columns', 'load_configs', 'own_rows']
+           'as_picture', 'read_object', 'mapped', 'text_files', 'text_rows', 'local_configs', 'config_names',
+           'parquet_footer', 'picture_folders', 'load_config', 'unread_columns', 'load_configs', 'own_rows']
 
 # %% ../../nbs/24_data.files.ipynb #6c1e45d5
-import csv,io,json,logging,os,re,shutil,sys,tarfile,tempfile
+import csv,hashlib,io,json,logging,os,pickle,re,shutil,sys,tarfile,tempfile,zlib
 from collections import Counter
-from collections.abc import Callable,Iterable,Iterator,Mapping,Sequence
+from collections.abc import Callable,Iterable,Sequence
 from contextlib import suppress
-from functools import cached_property,lru_cache,partial
-from itertools import chain,islice
+from dataclasses import dataclass,replace
+from functools import lru_cache,partial
+from itertools import chain
 from pathlib import Path
-from typing import Any,IO,NamedTuple
+from typing import Any,IO
 
 import datasets, numpy as np, pyarrow as pa, pyarrow.parquet as pq
 from PIL import Image
+from datasets.data_files import DataFilesDict,DataFilesList
 from datasets.exceptions import DatasetsError
+from datasets.packaged_modules.parquet.parquet import Parquet
 from pyarrow.dataset import ParquetFragmentScanOptions
 
 from ..core.usage import check_hub_name,MissingFile,near_path,require,Unreachable
 from ..core.usage import UsageError
+from ..core.run_dir import write_atomic
 from .values import Folders,names_picture
 from .drops import Dropped,Drops
 from .rows import columns_by_name,FEATURES,GIVE,LAYOUTS,LEFT_OUT,read_layout
 from .rows import UnusedColumn
-from .sources import _is_damage,BROKEN,columns_read,head_rows,READ_ROWS
+from .samples import to_row
+from .sources import _is_damage,BROKEN,columns_read,head_rows,Parts,READ_ROWS
 
 # %% ../../nbs/24_data.files.ipynb #a1700001
 LINES = '.jsonl', '.json', '.csv', '.tsv' # endings of files that name their pictures
@@ -137,23 +142,17 @@ def _table_rows(file):
         yield from csv.DictReader(text, delimiter=separator, skipinitialspace=True)
 
 def _objects(file):
-    "The numbers, from 1, and the rows of a file of JSON lines, of one JSON value, or of a table."
-    if file.is_dir():
-        yield from ((name, _pair_row(parts)) for name,parts in _pairs(file).items())
-        return
+    "Numbers, from 1, and rows of a folder of pairs, a table, or one JSON value; None: it has JSON lines."
+    if file.is_dir(): return _pairs(file).items()
     with _opened(file) as f: head = f.read(99).removeprefix(b'\xef\xbb\xbf').lstrip()
     require(not head.startswith((b'\xff\xfe', b'\xfe\xff')), f'{file} is UTF-16: save it as UTF-8')
     start = head[:1]
-    if ending(file) in ('.csv', '.tsv'):
-        yield from enumerate(_table_rows(file), 1)
-        return
+    if ending(file) in ('.csv', '.tsv'): return enumerate(_table_rows(file), 1)
     whole = None
     if start == b'[' or start == b'{' and ending(file) == '.json':
         with _opened(file) as f, suppress(ValueError, RecursionError): whole = json.loads(f.read())
     if isinstance(whole, dict): whole = _rows_of(whole, file)
-    if whole is not None: yield from enumerate(whole, 1)
-    else:
-        with _opened(file) as f: yield from ((k, line) for k,line in enumerate(f, 1) if line.strip())
+    return None if whole is None else enumerate(whole, 1)
 
 # %% ../../nbs/24_data.files.ipynb #a1700004
 def _parse_columns(columns, has):
@@ -214,13 +213,65 @@ def read_object(row:dict, columns:Sequence[str]=(), # of any layout; see `rename
     ours = {name:row[name] for name in (*FEATURES, 'kinds') if name in row}
     return ours|dict(images=images, texts=texts)
 
-# %% ../../nbs/24_data.files.ipynb #a8807ea8
-PIECE = 10_000 # lines that are Python objects at the same time
+# %% ../../nbs/24_data.files.ipynb #7b3d1c02
+def _cache_file(file, kind):
+    "Where something is kept that was made of a file as it is now."
+    about = os.stat(file)
+    key = f'{kind} {os.path.abspath(file)} {about.st_size} {about.st_mtime_ns}'
+    folder = Path(datasets.config.HF_DATASETS_CACHE)/'nanovlm'
+    return folder/hashlib.sha256(key.encode()).hexdigest()[:32]
 
+def mapped(file:str|Path, kind:str, make:Callable[[],pa.Table])->pa.Table: # names the cached table
+    "What `make` finds in a file, from the cache if it is there; it ends with its checksum."
+    place = _cache_file(file, kind)
+    with suppress(OSError, pa.ArrowInvalid), pa.memory_map(str(place)) as cached:
+        body = cached.read_buffer()
+        if zlib.crc32(body[:-4]) == int.from_bytes(body[-4:], 'big'):
+            return pa.ipc.open_file(body[:-4]).read_all()
+    table = make().combine_chunks()
+    sink = io.BytesIO()
+    with pa.ipc.new_file(sink, table.schema) as writer: writer.write_table(table)
+    with suppress(OSError): # a cache that cannot be written costs time alone
+        place.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(place, sink.getvalue()+zlib.crc32(sink.getvalue()).to_bytes(4, 'big'), str(os.getpid()))
+    return table
+
+# %% ../../nbs/24_data.files.ipynb #7b3d1c03
+PIECE = 2**26 # bytes that are searched for line breaks at a time
+_BLANKS = [*b' \t\n\r\v\f']
+
+def _line_places(file):
+    "First bytes, sizes and numbers, from 1, of the lines of a file that are not blank."
+    data = np.memmap(file, mode='r') if os.path.getsize(file) else np.zeros(0, np.uint8)
+    starts = [[0]]
+    for at in range(0, len(data), PIECE): starts.append(np.flatnonzero(data[at:at+PIECE] == 10)+at+1)
+    starts = np.concatenate(starts).astype(np.int64)
+    starts = starts[starts < len(data)]
+    sizes = np.diff(starts, append=len(data))
+    blank = np.isin(data[starts], _BLANKS)
+    for i in np.flatnonzero(blank): blank[i] = not data[starts[i]:starts[i]+sizes[i]].tobytes().strip()
+    return pa.table(dict(start=starts[~blank], size=sizes[~blank], number=np.flatnonzero(~blank)+1))
+
+def _places(file):
+    "Where the rows of a file stand that names its pictures; if it has no plain lines, the rows themselves."
+    rows = _objects(file)
+    if rows is None and file.suffix.lower() not in _PACKED:
+        return mapped(file, 'lines', partial(_line_places, file))
+    if rows is None:
+        with _opened(file) as f: rows = [(k, line) for k,line in enumerate(f, 1) if line.strip()]
+    numbers = []
+    packed = []
+    for number,row in rows:
+        numbers.append(str(number))
+        packed.append(pickle.dumps(row))
+    return pa.table(dict(number=pa.array(numbers, pa.string()), row=pa.array(packed, pa.large_binary())))
+
+# %% ../../nbs/24_data.files.ipynb #a8807ea8
 def _is_saved(folder): return any((folder/f).exists() for f in ('state.json', 'dataset_dict.json'))
 
 # %% ../../nbs/24_data.files.ipynb #75897997
 _SPLITS = {'train', 'test', 'validation', 'valid', 'val', 'dev', 'eval'} # names of folders and files
+_SPLIT_WORDS = _SPLITS|{'training', 'testing', 'evaluation'} # that `datasets` knows
 
 def _without_tests(files):
     "Files without those that are called like a split for validation or tests, if others are there."
@@ -241,54 +292,87 @@ def text_files(path:str|Path)->list[Path]: # a file, a folder, or a name on the 
     return [path] if path.is_dir() and _pairs(path) else []
 
 # %% ../../nbs/24_data.files.ipynb #17c00002
-# what a line may raise that costs itself
-_BAD_LINE = (ValueError, TypeError, AttributeError, RecursionError)
+def _row_of(make, columns, folders, unread):
+    "A row in our columns, or with the error that says why it cannot be used."
+    try: return read_object(make(), columns, folders, unread)
+    except ValueError as e: return {LEFT_OUT: e}
+    except (TypeError, AttributeError, RecursionError) as e:
+        return {LEFT_OUT: UsageError(f'{type(e).__name__}: {e}')}
 
-def _reader(file, images_path, columns, unread):
-    "A function from a line of a file, as `_objects` gives it, to a row in our columns."
-    places = [file.parent/'images', file.parent] if images_path is None else [images_path]
-    folders = [*map(str, places)]
-    def read(data):
-        row = json.loads(data) if isinstance(data, bytes) else data
-        return read_object(row, columns, folders, unread)
-    return read
+def _at(table, i): return {name:table[name][i].as_py() for name in table.column_names}
 
-def _read_file(file, drops, images_path, columns, unread):
-    "Rows of the usable lines of a file; the first that is left out for a reason is a warning."
-    read = _reader(file, images_path, columns, unread)
-    source = file.name
-    if file.is_file(): source = source[:source.lower().rindex(ending(file))]
-    for number,data in _objects(file):
-        try: row = read(data)
-        except _BAD_LINE as e:
-            reason = 'missing_image' if isinstance(e, MissingFile) else 'bad_line'
-            left_out = Dropped(f'{source}/{number}', reason, str(e))
-            if reason not in drops.reasons.values(): logger.warning('left out %s: %s, %s', *left_out.args)
-            drops.add(left_out)
-            continue
-        ours = {name:row.get(name) for name in FEATURES}
-        yield ours|dict(source=source, row_id=str(number))
+@lru_cache(maxsize=8)
+def _reading(file): return open(file, 'rb')
+
+@dataclass
+class _Lines(Sequence):
+    "Rows of a file that names its pictures, each read when it is due."
+    file:Path
+    source:str # its name without the ending
+    columns:Sequence[str] # see `rename`
+    folders:Folders # of the pictures
+    places:pa.Table # see `_places`; of all rows, or of some
+    unread:set[str]|None = None # gets the columns that nothing reads
+
+    def __len__(self): return len(self.places)
+
+    def __getitem__(self, i:Any)->Any:
+        place = _at(self.places, i)
+        known = dict(source=self.source, row_id=str(place['number']))
+        return _row_of(partial(self.parsed, place), self.columns, self.folders, self.unread)|known
+
+    def parsed(self, place:dict)->Any: # a row of `places`
+        "The row that stands there, in columns of its own."
+        if 'row' in place: row = pickle.loads(place['row'])
+        else: row = os.pread(_reading(self.file).fileno(), place['size'], place['start'])
+        if isinstance(row, bytes): return json.loads(row)
+        return _pair_row(row) if self.file.is_dir() else row
+
+def _look(rows, nothing):
+    "The columns that nothing reads in the first rows; an error if no row at all can be used."
+    unread = set[str]()
+    drops = Drops()
+    usable = False
+    first = None
+    parts = (replace(part, unread=unread) for part in rows.parts)
+    for n,row in enumerate(chain.from_iterable(parts)):
+        if usable and n >= READ_ROWS: break
+        checked = to_row(row, n)
+        if not isinstance(checked, Dropped): usable = True
+        else:
+            drops.add(checked)
+            first = first or row[LEFT_OUT]
+    # damage is named when it is met
+    if usable or any(getattr(part, 'damage', '') for part in rows.parts): return unread
+    kind = UnusedColumn if isinstance(first, UnusedColumn) else UsageError
+    raise kind(f'{nothing} can be used: {drops.blame or "it is empty"}')
 
 def _log_unread(where, unread):
     "Name once what nothing reads."
     if unread: logger.info('%s: not read: %s', where, ', '.join(sorted(unread)))
 
 # %% ../../nbs/24_data.files.ipynb #7c264398
+_SHARES = 1024 # parts into which tables are cut for streaming
+
 def text_rows(path:str|Path, images_path:str|Path|None=None, # files; pictures, None: beside them
-    drops:Drops|None=None, columns:Sequence[str]=())->datasets.Dataset: # what is left out; see `rename`
+    columns:Sequence[str]=())->Parts: # dictionaries; see `rename`
     "Rows of files that name their pictures: `source` is the file, `row_id` the number of the line."
-    drops = Drops() if drops is None else drops
     files = text_files(path)
-    unread = set()
     if not files: raise MissingFile(f'no rows at {path}: give a file of {", ".join(LINES)}, or a folder')
     if Path(path).is_dir() and files != [Path(path)]: _log_aside(path, files)
-    rows = chain.from_iterable(_read_file(file, drops, images_path, columns, unread) for file in files)
-    pieces = iter(lambda: [*islice(rows, PIECE)], [])
-    tables = [datasets.Dataset.from_list(piece, features=FEATURES) for piece in pieces]
-    require(tables, f'no line of {path} can be used: {drops.blame or "it is empty"}')
-    if drops.reasons: logger.warning('%s: lines left out: %s; level INFO names each', path, drops.counts)
-    _log_unread(path, unread)
-    return datasets.concatenate_datasets(tables)
+    whole = []
+    for file in files:
+        folders = [file.parent/'images', file.parent] if images_path is None else [images_path]
+        source = file.name if file.is_dir() else file.name[:file.name.lower().rindex(ending(file))]
+        whole.append(_Lines(file, source, columns, [*map(str, folders)], _places(file)))
+    size = max(1, -(-sum(map(len, whole))//_SHARES))
+    parts = []
+    for lines in whole:
+        for at in range(0, len(lines), size):
+            parts.append(replace(lines, places=lines.places.slice(at, size)))
+    rows = Parts(parts)
+    _log_unread(path, _look(rows, f'no line of {path}'))
+    return rows
 
 def _log_aside(folder, files):
     "Name the files of a folder that are left aside, because others are read."
@@ -337,13 +421,14 @@ def config_names(path:str|Path, names:Sequence[str]=('default',))->list[str]: # 
     return list(names)
 
 # %% ../../nbs/24_data.files.ipynb #fc93185d
-_SAVED_SHARDS = 1024 # parts into which a `save_to_disk` folder is cut for streaming
+_GROUP_ROWS = 20_000 # rows of a row group of parquet that are not worth a warning
 _READ_BYTES = 2**20 # of a column, that are taken from a file at a time
 
 def _found(path, split, cache_dir, streaming, **more):
     "What `datasets` finds. A lane holds one decoded row group of parquet; buffering spares the file's bytes."
     if not streaming: return datasets.load_dataset(path, split=split, cache_dir=cache_dir, **more)
-    builder = datasets.load_dataset_builder(path, cache_dir=cache_dir, **more)
+    if isinstance(path, datasets.DatasetBuilder): builder = path
+    else: builder = datasets.load_dataset_builder(path, cache_dir=cache_dir, **more)
     if hasattr(builder.config, 'fragment_scan_options'):
         builder.config.batch_size = READ_ROWS
         builder.config.fragment_scan_options = ParquetFragmentScanOptions(
@@ -360,12 +445,17 @@ def parquet_footer(file:str|Path)->Any: # None: it is damaged
 def _features(files:Iterable[Path])->datasets.Features|None:
     "The columns of parquet files, each as in the first that fills it; None: `datasets` finds them all."
     schemas = {} # each that occurs, once
+    largest = 0,'' # rows of a row group; where
     for file in sorted(files):
         footer = parquet_footer(file)
         if footer is None: continue # damaged: it will be named when it is read
+        largest = max(largest, (footer.num_rows//max(footer.num_row_groups, 1), str(file)))
         schema = footer.schema.to_arrow_schema()
         require(len({*schema.names}) == len(schema), f'{file} has two columns of a name: {schema.names}')
         schemas[schema.serialize().to_pybytes()] = schema
+    if largest[0] > _GROUP_ROWS:
+        logger.warning('%s has row groups of %s rows: a stream that is resumed within one reads it from its '
+            'beginning. Write it with row_group_size=1000', largest[1], largest[0])
     found = [datasets.Features.from_arrow_schema(s) for s in schemas.values()]
     every:dict = {}
     for columns in found:
@@ -386,6 +476,16 @@ def _data_files(folder, split):
             return dict(path=FILES[kind], data_files={split: [*map(str, chosen)]})
     return {}
 
+def _plain_parquet(folder):
+    "The files of a folder that holds nothing but parquet of one split, in the order of `datasets`."
+    files = sorted(str(file) for file in folder.rglob('*') if file.is_file())
+    splits = set()
+    for file in files:
+        name = os.path.relpath(file, folder).lower()
+        if not name.endswith('.parquet') or re.search(r'(^|/)(\.|__)', name): return []
+        splits.add(frozenset(_SPLIT_WORDS & {*re.split(r'[\W\d_]+', name)}))
+    return files if splits in ({frozenset()}, {frozenset({'train'})}) else []
+
 def _files(path, split, cache_dir, streaming):
     "The rows of one file, or of a folder that `datasets` can read."
     if path.is_file():
@@ -395,7 +495,12 @@ def _files(path, split, cache_dir, streaming):
         more = dict(path=FILES[ending(path)], data_files={split: str(path)})
     else:
         parquet = (f for f in path.rglob('*.parquet') if f.is_file())
-        more = dict(path=str(path.resolve()), features=_features(parquet))|_data_files(path, split)
+        features = _features(parquet)
+        plain = _plain_parquet(path) if streaming and split == 'train' else []
+        if plain: # `datasets` would look through the folder for each way to name a split
+            files = DataFilesDict(train=DataFilesList(plain, []))
+            more = dict(path=Parquet(cache_dir=cache_dir, data_files=files, features=features))
+        else: more = dict(path=str(path.resolve()), features=features)|_data_files(path, split)
     return _found(more.pop('path'), split, cache_dir, streaming, **more)
 
 # %% ../../nbs/24_data.files.ipynb #17c0a007
@@ -413,27 +518,17 @@ def _sample(parts)->dict: # kind and bytes of its files, or for pictures their p
     return said|own
 
 # %% ../../nbs/24_data.files.ipynb #17c0a006
-class _Tar(NamedTuple):
-    "An open tar, and where its samples lie in it."
-    file:IO[bytes]
-    samples:list[list[tuple[str,int,int]]] # of each part: kind, first byte, bytes; -1: it is sparse
-    damage:str # '': it can be read to its end
-
-def _headers(path, file):
-    "Names of the files of a tar, their first bytes and sizes; the file to read them from; what is damaged."
+def _sample_places(file):
+    "Kinds, first bytes and sizes (-1: it is sparse) of the parts of each sample of a tar; what is damaged."
     names = []
     places = []
     damage = ''
+    size = file.seek(0, os.SEEK_END)
+    file.seek(0)
     try:
-        kind = {b'\x1f\x8b': 'gzip', b'BZ': 'bz2', b'(\xb5': 'zstd'}.get(os.pread(file.fileno(), 2, 0))
-        if kind:
-            packed = pa.input_stream(path, compression=kind)
-            file = tempfile.TemporaryFile()
-            shutil.copyfileobj(packed, file)
-        size = file.seek(0, os.SEEK_END)
-        file.seek(0)
         with tarfile.open(fileobj=file) as tar:
-            for member in tar:
+            for member in iter(tar.next, None):
+                tar.members.clear() # it would keep them all
                 if not member.isreg(): continue
                 place = member.offset_data,-1 if member.issparse() else member.size
                 if sum(place) > size: raise tarfile.ReadError('unexpected end of data')
@@ -442,81 +537,83 @@ def _headers(path, file):
     except BROKEN as e:
         if not _is_damage(e): raise
         damage = str(e)
-    return names,places,file,damage
-
-@lru_cache(maxsize=8)
-def _index(path, written): # when it was written, so that another file of that name is read again
-    "A tar, whose headers have been read."
-    names,places,file,damage = _headers(path, open(path, 'rb'))
-    samples = []
-    for parts in group_samples(names).values(): samples.append([(kind, *places[i]) for kind,i in parts])
+    samples = [*group_samples(names).values()]
     pictures = [parts for parts in samples if _has_picture(parts)]
     if damage and pictures: samples = pictures # what lost its picture is no text
-    return _Tar(file, samples, damage)
+    columns:dict[str,list] = dict(kinds=[], starts=[], sizes=[])
+    for parts in samples:
+        columns['kinds'].append([kind for kind,_ in parts])
+        columns['starts'].append([places[i][0] for _,i in parts])
+        columns['sizes'].append([places[i][1] for _,i in parts])
+    types = pa.string(),pa.int64(),pa.int64()
+    made = [pa.array(column, pa.list_(kind)) for column,kind in zip(columns.values(), types)]
+    return pa.table(made, [*columns], metadata=dict(damage=damage))
+
+def _unpacked(path, compression):
+    "What a compressed tar holds, as a file in the cache."
+    place = _cache_file(path, 'unpacked')
+    if place.exists(): return open(place, 'rb')
+    place.parent.mkdir(parents=True, exist_ok=True)
+    file = tempfile.NamedTemporaryFile(dir=place.parent)
+    with pa.input_stream(path, compression=compression) as packed: shutil.copyfileobj(packed, file)
+    file.flush()
+    with suppress(FileExistsError): os.link(file.name, place) # another rank may have been faster
+    return file
+
+@lru_cache(maxsize=8)
+def _open_tar(path, written): # when it was written, so that another file of that name is read again
+    "A tar, or what a compressed one holds, and where its samples lie in there."
+    file = open(path, 'rb')
+    compression = {b'\x1f\x8b': 'gzip', b'BZ': 'bz2', b'(\xb5': 'zstd'}.get(os.pread(file.fileno(), 2, 0))
+    try:
+        if compression: file = _unpacked(path, compression)
+    except BROKEN as e:
+        if not _is_damage(e): raise
+        return file,pa.table({}, metadata=dict(damage=str(e)))
+    return file,mapped(path, 'tar', partial(_sample_places, file))
 
 # %% ../../nbs/24_data.files.ipynb #17c0a009
-def _read_sample(tar, parts, columns, folders, unread=None):
-    "The row of a sample of a tar, in our columns."
-    for kind,_,size in parts: require(size >= 0, f'its {kind} is sparse: write the tar without --sparse')
-    data = [(kind, os.pread(tar.file.fileno(), size, start)) for kind,start,size in parts]
-    try: return read_object(_sample(data), columns, folders, unread)
-    except (TypeError, AttributeError, RecursionError) as e:
-        raise UsageError(f'{type(e).__name__}: {e}') from e
+@dataclass
+class _Tar(Sequence):
+    "The samples of a tar, each read when it is due."
+    path:str
+    columns:Sequence[str] # see `rename`
+    folders:Folders # of pictures that they name
+    unread:set[str]|None = None # gets the columns that nothing reads
 
-class _Sample(Mapping):
-    "A row of a tar that is read when it is looked at: to skip it costs nothing."
-    def __init__(self, read:Callable[...,dict]): self.read = read
+    def opened(self)->tuple[IO[bytes],pa.Table]: return _open_tar(self.path, os.stat(self.path).st_mtime_ns)
 
-    @cached_property
-    def row(self)->dict: # in our columns, or with the reason why it cannot be used
-        try: return self.read()
-        except ValueError as e: return {LEFT_OUT: str(e)}
+    @property
+    def damage(self)->str: # '': it can be read to its end
+        return self.opened()[1].schema.metadata[b'damage'].decode()
 
-    def __getitem__(self, name): return self.row[name]
+    def __len__(self): return len(self.opened()[1])
 
-    def __iter__(self): return iter(self.row)
+    def __getitem__(self, i:Any)->Any:
+        file,places = self.opened()
+        return _row_of(partial(self.parsed, file, _at(places, i)), self.columns, self.folders, self.unread)
 
-    def __len__(self): return len(self.row)
-
-def _tar_rows(files:Sequence[str], columns:Sequence[str], folders:Folders)->Iterator[_Sample]:
-    "The samples of tars, in their order."
-    for path in files:
-        tar = _index(path, os.stat(path).st_mtime_ns)
-        for parts in tar.samples: yield _Sample(partial(_read_sample, tar, parts, columns, folders))
-        if tar.damage: raise tarfile.ReadError(tar.damage)
+    def parsed(self, file:IO[bytes], place:dict)->dict: # a row of `_sample_places`
+        "The sample that lies there, in columns of its own."
+        parts = []
+        for kind,start,size in zip(place['kinds'], place['starts'], place['sizes']):
+            require(size >= 0, f'its {kind} is sparse: write the tar without --sparse')
+            parts.append((kind, os.pread(file.fileno(), size, start)))
+        return _sample(parts)
 
 # %% ../../nbs/24_data.files.ipynb #17c0a008
-def _usable(files, written, columns, folders):
-    "Rows of tars in one schema; of what cannot be used the reason."
-    for row in _tar_rows(files, columns, folders):
-        yield {name:row.get(name) for name in (*FEATURES, LEFT_OUT)}
-
-def _check_tar(files, columns, folders):
-    "What is not read of the first samples; an error if something would be lost of all."
-    unread = set()
-    lost = None
-    usable = False
-    with suppress(tarfile.TarError): # damage is named when it is met
-        for sample in islice(_tar_rows(files, columns, folders), 8):
-            try: usable = bool(sample.read(unread=unread))
-            except UnusedColumn as e: lost = e
-            except ValueError: continue
-    if lost and not usable: raise UnusedColumn(f'{files[0]}: {lost}')
-    return unread
-
-def _of_tars(files, cache_dir, streaming, columns, folders):
-    "The rows of tars, as a stream in which each is what the tar says."
-    _log_unread(files[0], _check_tar(files, columns, folders))
-    what = dict(columns=tuple(columns), folders=tuple(folders))
-    if streaming: return datasets.IterableDataset.from_generator(_tar_rows, gen_kwargs=dict(files=files)|what)
-    what |= dict(files=tuple(files), written=tuple(os.stat(f).st_mtime_ns for f in files))
-    features = datasets.Features(FEATURES|{LEFT_OUT: datasets.Value('string')})
-    return datasets.Dataset.from_generator(_usable, features=features, cache_dir=cache_dir, gen_kwargs=what)
-
-# %% ../../nbs/24_data.files.ipynb #faf0649f
-def _streamed(ds, streaming):
-    "Rows of a table, as a stream if that is asked for."
-    return ds.to_iterable_dataset(min(len(ds), _SAVED_SHARDS)) if streaming and len(ds) else ds
+def _of_tars(path, streaming, columns, folders):
+    "The rows of tars; a damaged one is an error for a table, and named by a stream."
+    files = [*map(str, _tars(path))]
+    packed = [file for file in files if not file.endswith('.tar')]
+    if packed:
+        logger.warning('%s is compressed, and can only be read from its beginning: such tars are '
+            'unpacked once into %s, plain ones are not', packed[0], datasets.config.HF_DATASETS_CACHE)
+    rows = Parts([_Tar(file, columns, folders) for file in files])
+    if not streaming:
+        for tar in rows.parts: require(not tar.damage, f'{tar.path}: {tar.damage}')
+    _log_unread(path, _look(rows, f'no sample of {path}'))
+    return rows
 
 # %% ../../nbs/24_data.files.ipynb #8df75409
 def _saved(folder, split, streaming):
@@ -525,7 +622,7 @@ def _saved(folder, split, streaming):
     if isinstance(ds, datasets.DatasetDict):
         require(split in ds, f'no split {split}: there are {list(ds)}')
         ds = ds[split]
-    return _streamed(ds, streaming)
+    return ds.to_iterable_dataset(min(len(ds), _SHARES)) if streaming and len(ds) else ds
 
 # %% ../../nbs/24_data.files.ipynb #17c00006
 def _renamed_table(table, names): return table.rename_columns(names)
@@ -589,8 +686,8 @@ def picture_folders(path:str|Path, name:str='default', images_path:str|Path|None
 
 def load_config(path:str|Path, name:str, split:str='train', # a folder, a file or a hub name; what of it
     cache_dir:str|None=None, streaming:bool=False, as_stored:bool=False, # of `datasets`; all columns
-    columns:Sequence[str]=(), images_path:str|Path|None=None, drops:Drops|None=None, # see `text_rows`
-)->datasets.Dataset|datasets.IterableDataset: # its rows
+    columns:Sequence[str]=(), images_path:str|Path|None=None, # see `text_rows`
+)->datasets.Dataset|datasets.IterableDataset|Parts: # its rows
     "Load one configuration and check its columns."
     folder = _folder(path, name)
     places = picture_folders(path, name, images_path)
@@ -598,8 +695,8 @@ def load_config(path:str|Path, name:str, split:str='train', # a folder, a file o
         if name not in _described(folder):
             raise MissingFile(f'no folder {name} in {path}; there are {local_configs(path)}')
         ds = _found(str(folder.resolve()), split, cache_dir, streaming, name=name)
-    elif text_files(folder): return _streamed(text_rows(folder, images_path, drops, columns), streaming)
-    elif tars := _tars(folder): return _of_tars([*map(str, tars)], cache_dir, streaming, columns, places)
+    elif text_files(folder): return text_rows(folder, images_path, columns)
+    elif _tars(folder): return _of_tars(folder, streaming, columns, places)
     elif _is_saved(folder): ds = _saved(folder, split, streaming)
     elif folder.exists(): ds = _files(folder, split, cache_dir, streaming)
     else:
@@ -614,14 +711,9 @@ def unread_columns(path:str|Path, name:str, images_path:str|Path|None=None, # se
     folder = _folder(path, name)
     unread = set[str]()
     places = picture_folders(path, name, images_path)
-    files = text_files(folder)
-    tars = [] if files else _tars(folder)
-    if files:
-        for file in files:
-            read = _reader(file, images_path, columns, unread)
-            for _,data in islice(_objects(file), READ_ROWS):
-                with suppress(*_BAD_LINE): read(data)
-    elif tars: unread = _check_tar([*map(str, tars)], columns, places)
+    if text_files(folder) or _tars(folder):
+        rows = load_config(path, name, streaming=True, columns=columns, images_path=images_path)
+        unread = _look(rows, path)
     else:
         rows = head_rows(load_config(path, name, streaming=True, as_stored=True))
         _,unread = columns_read([rename(row, columns) for row in rows], name, places, bool(columns))

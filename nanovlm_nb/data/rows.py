@@ -51,7 +51,7 @@ LAYOUTS = dict(
 _ROLES = dict(system='system', developer='system', user='user', human='user', assistant='assistant',
     gpt='assistant', model='assistant') # who speaks -> what a chat template calls it
 DESCRIBE = 'Describe the picture.' # what is asked of a picture that has only a caption
-LEFT_OUT = 'left_out' # column of tables of ours: why a row cannot be used
+LEFT_OUT = 'left_out' # of a row that was read from a file: the error that says why it cannot be used
 GIVE = ('give image, question and answer, or images and texts, or images and messages; '
         'other names in columns, as `image=img question=q answer=a`')
 _TEXT = datasets.Value('string')

@@ -34,7 +34,7 @@ def to_row(row:pa.Table|dict, place:int|str, # its number
         names = [str(name or source or 'sample')]
         if own is not None and source: names.append(str(source))
         id = '/'.join((*dict.fromkeys(names), str(place if own is None else own)))
-        if row.get(LEFT_OUT): raise UsageError(row[LEFT_OUT])
+        if row.get(LEFT_OUT): raise row[LEFT_OUT]
         images,texts = read_layout(row, folders)
     except MissingFile as e: return Dropped(id, 'missing_image', str(e))
     except ValueError as e: return Dropped(id, 'bad_row', str(e)) # a text that is not UTF-8, too

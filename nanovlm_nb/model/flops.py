@@ -6,15 +6,15 @@
 from __future__ import annotations
 import re
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any,NamedTuple
 
 from ..core.config import VLMConfig
 from ..core.usage import UsageError
 
 # %% auto #0
-__all__ = ['DRIVERS', 'TOWER_PAIRS', 'COMPONENTS', 'GPUS', 'LESSER', 'BYTES', 'STORED', 'OPERATIONS', 'COUNTS', 'pairs',
-           'unit_flops', 'step_flops', 'useful_flops', 'all_flops', 'find_gpu', 'known_gpu', 'peak_flops', 'mfu',
-           'count_flops', 'fitting_unit', 'with_unit']
+__all__ = ['DRIVERS', 'TOWER_PAIRS', 'COMPONENTS', 'GPUS', 'LESSER', 'DEVICES', 'MFU', 'BYTES', 'STORED', 'OPERATIONS', 'COUNTS',
+           'pairs', 'unit_flops', 'step_flops', 'useful_flops', 'all_flops', 'find_gpu', 'known_gpu', 'peak_flops',
+           'mfu', 'count_flops', 'fitting_unit', 'with_unit']
 
 # %% ../../nbs/40_model.flops.ipynb #96f6c58b
 class _Flops(NamedTuple):
@@ -150,11 +150,9 @@ def step_flops(
 )->dict[str,_Flops]: # part -> arithmetic; `padding` is waste
     "Returns the cost of forward and backward of one batch."
     units = unit_flops(vlm_cfg, trains, **how)
-    lens:list = []
-    for row in doc_lens: lens += row if isinstance(row, (list,tuple)) else [row]
-    tokens = sum(lens)
+    tokens:Any = sum(sum(row) if isinstance(row, (list,tuple)) else row for row in doc_lens)
     positions = tokens if positions is None else positions
-    counts = dict(tiles=tiles, positions=tokens, pairs=pairs(lens), targets=targets,
+    counts = dict(tiles=tiles, positions=tokens, pairs=pairs(doc_lens), targets=targets,
                   window_pairs=window_pairs, picture_pairs=picture_pairs)
     parts = {part:unit.times(counts[(DRIVERS|TOWER_PAIRS)[part]]) for part,unit in units.items()}
     return parts | dict(padding=units['blocks'].times(positions-tokens))
@@ -203,6 +201,10 @@ def known_gpu(name:str)->_Gpu: # likewise
     gpu = find_gpu(name)
     if gpu is None: raise UsageError(f"GPU {name!r} is unknown: give one of {', '.join(GPUS)}")
     return gpu
+
+# %% ../../nbs/40_model.flops.ipynb #e04c32c6
+DEVICES = 'A100','H100','H200','L40S','RTX 4090' # whose time and memory a plan names
+MFU = .3 # share of the peak that a plan counts on: a third is good, this is a little less
 
 # %% ../../nbs/40_model.flops.ipynb #85e73b09
 def peak_flops(device_name:str)->float|None: # likewise

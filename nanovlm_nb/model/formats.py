@@ -177,13 +177,6 @@ def qwen_names(name:str, cfg:VLMConfig)->list[str]: # ours, of a whole model
     return their_names(name, QWEN2_5_VL)
 
 # %% ../../nbs/35_model.formats.ipynb #c0eff292
-def _qwen_tokens(folder, image_id):
-    "First id and names of the special tokens around the image token, up to the last that is about pictures."
-    first,tokens = _extra_tokens(folder, image_id)
-    names = list(tokens)
-    last = max(i for i,name in enumerate(names) if not name.startswith('token_'))
-    return first,{name:tokens[name] for name in names[:last+1]}
-
 def _read_qwen_config(folder:Path)->VLMConfig: # of a Qwen2.5-VL
     "Returns our configuration of a model of transformers."
     theirs = _their_config(folder)
@@ -199,7 +192,8 @@ def _read_qwen_config(folder:Path)->VLMConfig: # of a Qwen2.5-VL
     limits = dict(min_pixels=rules.get('min_pixels') or size.get('shortest_edge'),
         max_pixels=rules.get('max_pixels') or size.get('longest_edge'))
     known = {name:n for name,n in limits.items() if n}
-    first,tokens = _qwen_tokens(folder, theirs.image_token_id)
+    first,tokens = _extra_tokens(folder, theirs.image_token_id)
+    while [*tokens][-1].startswith('token_'): tokens.popitem() # the last one is about pictures
     tile = vision.patch_size*vision.spatial_merge_size
     return VLMConfig(**_our_fields(QWEN2_5_VL, vision) | _decoder_fields(QWEN2, text, folder)
         | _pixels(rules) | known | dict(

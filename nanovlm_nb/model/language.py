@@ -174,11 +174,14 @@ class LanguageModelGroupedQueryAttention(nn.Module):
 # %% ../../nbs/30_model.language.ipynb #d289f4d2
 class LanguageModelMLP(nn.Module):
     "Gated layer on each position."
-    def __init__(self, cfg:VLMConfig): # reads `lm_hidden_dim`, `lm_inter_dim`
+    def __init__(self, cfg:VLMConfig, # reads `lm_hidden_dim`, `lm_inter_dim`
+        width:int|None=None, inside:int|None=None, bias:bool=False): # of the vectors, default: as above
         super().__init__()
-        self.gate_proj = nn.Linear(cfg.lm_hidden_dim, cfg.lm_inter_dim, bias=False)
-        self.up_proj = nn.Linear(cfg.lm_hidden_dim, cfg.lm_inter_dim, bias=False)
-        self.down_proj = nn.Linear(cfg.lm_inter_dim, cfg.lm_hidden_dim, bias=False)
+        width = width or cfg.lm_hidden_dim
+        inside = inside or cfg.lm_inter_dim
+        self.gate_proj = nn.Linear(width, inside, bias)
+        self.up_proj = nn.Linear(width, inside, bias)
+        self.down_proj = nn.Linear(inside, width, bias)
 
     def forward(self, x:Tensor, # (B, T, D) normed hidden states
     )->Tensor: # (B, T, D)

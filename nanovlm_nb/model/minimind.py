@@ -91,9 +91,8 @@ def load_pth(model:Any, path:str|Path, # receives the weights; of MiniMind, of M
 )->list[str]: # parts that the file lacks: none, `vision_encoder`, or `vision_encoder` and `MP`
     "Loads a language model, or a whole model that may lack its vision tower."
     if not Path(path).is_file():
-        of_xtuner = Path(path).name.startswith('iter_')
         remedy = 'train a language model first, or give load_from another file'
-        if of_xtuner:
+        if Path(path).name.startswith('iter_'):
             remedy = 'iter_N.pth is the name of a checkpoint of xtuner, ours are RUN/step_N: give one of them'
         raise MissingFile(f'there is no file {path}: {remedy}')
     cfg = model.decoder.cfg

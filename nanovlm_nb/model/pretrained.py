@@ -232,7 +232,7 @@ class Pretrained(nn.Module):
         "Fills the weights that are still in their files."
         state = self.unread
         self.unread = None
-        if state: fill(self, state, str(self.folder or self.cfg.lm_model_type))
+        if state: fill(self, state, str(self.folder or self.cfg.backbones))
         return self
 
     @classmethod
@@ -240,6 +240,7 @@ class Pretrained(nn.Module):
         load_backbone:bool=True, # take a vision tower that the file lacks from its backbone
     )->Any: # a model of this class, on the CPU, in training mode
         "Starts from a language model's file, or from that of an earlier stage."
+        load_backbone = load_backbone and 'vit' in cfg.backbones
         if load_backbone: cfg = with_tower(cfg)
         model = cls(cfg, load_backbone=False)
         absent = load_pth(model, path)

@@ -23,9 +23,10 @@ from .language import Reader
 from .native import build_parts
 from .loss import cross_entropy
 from .generate import sample, stream_ids
-from .backbones import language_config,language_weights
+from .files import Tensors
+from .backbones import backbone_fields,language_weights
 from .pretrained import Pretrained
-from .backbones import vision_weights,with_tower
+from .backbones import vision_weights
 
 # %% ../../nbs/39_model.vlm.ipynb #90dfad4c
 def fill_slots(embeddings:Tensor, slots:Tensor, # (B, T, D); (n,) positions in the batch laid end to end
@@ -102,11 +103,10 @@ class VLMNet(nn.Module):
         "Returns what a loader would have said of a batch; a GPU is waited for."
         grids = grids_of(images)
         cfg = self.cfg
-        image_id = self.cfg.image_token_id
         all_grids = len(grids)==len(flat_pictures(images))
         require(all_grids or not cfg.native, 'a picture of this model is a grid of tiles, '
             '(rows, columns, 3, S, S): give what image_processor_of(cfg) makes, and no stack of tiles')
-        layout = Layout.of(input_ids, image_id, targets, attention_mask, doc_lens,
+        layout = Layout.of(input_ids, cfg.image_token_id, targets, attention_mask, doc_lens,
                            grids, cfg.tiles_per_window)
         if layout.targets is not None: check_targets(layout.targets, self.n_outputs)
         return layout.to(input_ids.device)
@@ -170,14 +170,16 @@ class VisionLanguageModel(Pretrained, VLMNet):
         read:bool=True, # False: leave the weights of backbones in their files, see `Pretrained.read`
     ):
         if load_backbone:
-            cfg = evolve(with_tower(cfg), **language_config(cfg.lm_model_type))
-            held = 'vision_encoder','decoder'
+            cfg = evolve(cfg, vlm_load_backbone_weights=True)
+            for follow in backbone_fields(cfg).values(): cfg = evolve(cfg, **follow)
+            held = [dict(vit='vision_encoder', lm='decoder')[part] for part in cfg.backbones]
         super().__init__(cfg, held)
         self.tokenizer_source = cfg.lm_tokenizer
         if not load_backbone: return
-        seen = vision_weights(self.vision_encoder, cfg.vit_model_type)
-        told = language_weights(self.decoder, cfg.lm_model_type)
-        self.unread = seen.renamed('vision_encoder.{}'.format) | told.renamed('decoder.{}'.format)
+        self.unread = Tensors({})
+        for part,name in zip(held, cfg.backbones.values()):
+            weights_of = vision_weights if part=='vision_encoder' else language_weights
+            self.unread |= weights_of(getattr(self, part), name).renamed(f'{part}.{{}}'.format)
         if read: self.read()
 
     @property

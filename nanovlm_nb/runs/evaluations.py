@@ -33,7 +33,7 @@ def _start_process(command:list[str], # program and arguments
     **env:str, # variables beside those of this process
 )->subprocess.Popen|None: # does not end with this process; None: another program writes that log
     "Starts a program that has its log locked as long as it lives."
-    inherited = {k:v for k,v in os.environ.items() if not _LAUNCHER.fullmatch(k)}
+    inherited = {name:value for name,value in os.environ.items() if not _LAUNCHER.fullmatch(name)}
     with open_own(log, 'ab', buffering=0) as f:
         if lock_file(f) is False: return None
         f.write(_BEGINS.encode())
@@ -58,14 +58,17 @@ def _writers(log:Path)->list[int]: # process groups, without this process's own
 # %% ../../nbs/60_runs.evaluations.ipynb #7c0d5a04
 VISIBLE = 'CUDA_VISIBLE_DEVICES' # which GPUs a program may use
 
-def _evaluator_cards(asked:str|None, ranks:int, # `eval_gpus`; of the training here, which have the first GPUs
+def _evaluator_cards(cards_given:str|None, # `eval_gpus`
+    ranks:int, # of the training here, which have the first GPUs
 )->tuple[dict[str,str],str]: # variables for an evaluator; a few words for the log, if there is a GPU
     "Returns where an evaluator computes: as asked, else on the last GPU that no rank has, else on none."
     names = os.environ.get(VISIBLE, ','.join(map(str, range(torch.cuda.device_count()))))
-    cards = [n.strip() for n in names.split(',') if n.strip()]
-    if asked is None and not cards: return {},''
-    card = asked if asked is not None else (cards[ranks:] or [''])[-1]
-    return {VISIBLE:card},f', on card {card}' if card else ', on the CPU, slowly: see eval_gpus'
+    cards = [*filter(None, map(str.strip, names.split(',')))]
+    if cards_given is None and not cards: return {},''
+    card = (cards[ranks:] or [''])[-1]
+    if cards_given is not None: card = cards_given
+    if not card: return {VISIBLE:card},', on the CPU, slowly: see eval_gpus'
+    return {VISIBLE:card},f', on card {card}'
 
 # %% ../../nbs/60_runs.evaluations.ipynb #20eb3500
 def _evaluator_command(run_dir:Path, cfg:TrainConfig, tasks:str, step:int)->list[str]: # never for a shell
@@ -145,7 +148,8 @@ def _job(evals, step)->str:
 def _in_queue(job)->bool:
     "Returns whether Slurm may still run a job."
     if not shutil.which('squeue'): return True
-    try: asked = subprocess.run(['squeue','-h','-j',job], capture_output=True, text=True, timeout=60)
+    try: asked = subprocess.run(['squeue','-h','-j',job], capture_output=True,
+        text=True, timeout=60)
     except subprocess.TimeoutExpired: return True
     return bool(asked.stdout.strip()) or asked.returncode!=0 and 'Invalid job id' not in asked.stderr
 
@@ -153,9 +157,10 @@ def _in_queue(job)->bool:
 def _is_at_work(evals, step, thorough)->bool:
     "Returns whether somebody is evaluating a checkpoint."
     child = evals.children.get(step)
+    if child:
+        if child.poll() is None: return True
+    elif _is_running(evals.file(step, 'log')): return True
     job = _job(evals, step)
-    running = child.poll() is None if child else _is_running(evals.file(step, 'log'))
-    if running: return True
     return bool(job and missing_tasks(evals, step)) and (not thorough or _in_queue(job))
 
 # %% ../../nbs/60_runs.evaluations.ipynb #cc3a9fa0
@@ -173,7 +178,8 @@ def _begin(evals, step)->str:
     if child is None: return f'evaluation of step {step} is under way already'
     evals.children[step] = child
     line = f'evaluation of step {step} begins{where}: {evals.tasks}'
-    return f'{line}, again' if todo.stat().st_size>1 else line
+    if todo.stat().st_size>1: line += ', again'
+    return line
 
 # %% ../../nbs/60_runs.evaluations.ipynb #cc3a9fa3
 _MOST_STARTS = 10
@@ -182,22 +188,22 @@ _MOST_FAILURES = 2 # after so many an evaluation is given up
 def _settle(evals, step)->list[str]:
     "Notes how an evaluation has ended that nobody is at work on; returns lines for the log."
     todo = evals.file(step, 'todo')
-    left = ', '.join(missing_tasks(evals, step))
+    missing = ', '.join(missing_tasks(evals, step))
     job = _job(evals, step)
     child = evals.children.pop(step, None)
-    code = child.returncode if child else -1 # of an earlier start's child nothing is known
-    if not left:
+    if not missing:
         todo.unlink(missing_ok=True)
         return [f'evaluation of step {step} is done']
     if evals.backend=='in_process' or not todo.stat().st_size: return [] # it waits
-    words = (_said(evals, step) or 'it wrote nothing').splitlines()[-1]
-    why = 'killed'
-    if job: why = f'job {job} has left the queue'
-    elif code>=0: why = f'exit code {code}, {words}'
-    if why!='killed':
+    end = 'killed' # or a child of an earlier start, of which nothing is known
+    if job: end = f'job {job} has left the queue'
+    elif child and child.returncode>=0:
+        last_line = (_said(evals, step) or 'it wrote nothing').splitlines()[-1]
+        end = f'exit code {child.returncode}, {last_line}'
+    if end!='killed':
         with open_own(todo, 'a') as f: f.write('x') # a start is a dot
     history = todo.read_text()
-    line = f'evaluation of step {step} ended without {left}: {why} (see {evals.file(step, "log")})'
+    line = f'evaluation of step {step} ended without {missing}: {end} (see {evals.file(step, "log")})'
     if history.count('.')<_MOST_STARTS and history.count('x')<_MOST_FAILURES: return [line]
     todo.unlink()
     return [f'{line}; it is given up']
@@ -236,9 +242,9 @@ def _new_results(evals:Evaluations, until:float=math.inf, # last step to look at
         except (ValueError, OSError, RecursionError) as e:
             logger.warning(f'{path} cannot be read ({type(e).__name__}: {e}): left for later')
             continue
-        fresh = {k:v for k,v in figures.items() if (step,k) not in evals.logged}
-        evals.logged |= {(step,k) for k in fresh}
-        if fresh: yield step,fresh
+        unlogged = {name:value for name,value in figures.items() if (step,name) not in evals.logged}
+        for name in unlogged: evals.logged.add((step,name))
+        if unlogged: yield step,unlogged
 
 # %% ../../nbs/60_runs.evaluations.ipynb #b7b917cb
 def _stop(evals, step):
@@ -261,8 +267,11 @@ def _forget_evals(evals:Evaluations, after:int)->list[str]: # last step that sta
     steps = sorted({step for step,_ in later})
     for step in steps: _stop(evals, step)
     for _,path in later: # a run may go back more than once
-        names = (path.with_name(f'{path.name}.old{n or ""}') for n in count())
-        path.rename(next(p for p in names if not p.exists()))
+        aside = path.with_name(f'{path.name}.old')
+        for number in count(1):
+            if not aside.exists(): break
+            aside = path.with_name(f'{path.name}.old{number}')
+        path.rename(aside)
     return [f'evaluations of steps {", ".join(map(str, steps))} belong to an earlier start: '
             f'put aside as .old in {folder}']
 
@@ -272,9 +281,9 @@ def take_over_evals(evals:Evaluations, step:int, # updates that the run has done
 )->list[str]: # lines for the log
     "Goes on with the evaluations of an earlier start, which may have been killed at any moment."
     log = evals.run_dir/LOG # as the run has cut it
-    rows = [r for r in read_log(log) if EVAL_AXIS in r] if log.is_file() else []
     evals.logged = set()
-    for row in rows: evals.logged.update((row[EVAL_AXIS],name) for name in row)
+    for record in read_log(log) if log.is_file() else ():
+        if EVAL_AXIS in record: evals.logged.update((record[EVAL_AXIS],name) for name in record)
     lines = _forget_evals(evals, step)
     if due: ask_for_eval(evals, step)
     return lines+_poll_evals(evals, thorough=True)
@@ -292,12 +301,12 @@ def collect_evals(evals:Evaluations|None, log:RunLog, step:int, # None: not rank
 
 # %% ../../nbs/60_runs.evaluations.ipynb #bf658ed7
 def keep_results(evals:Evaluations|None, log:RunLog, step:int, # None: not rank 0; updates behind the model
-    results:dict, # from `cli_evaluate`
+    results:dict, # from `evaluate_tasks`
 )->None:
     "Writes the results of an evaluation that the training has made itself."
     if evals is None: return
-    for task,why in results['failed'].items():
-        log.info(f'evaluation of step {step}: {task} failed, {why}')
+    for task,reason in results['failed'].items():
+        log.info(f'evaluation of step {step}: {task} failed, {reason}')
     checkpoint = str(evals.run_dir/f'step_{step}')
     head = dict(global_step=step, checkpoint=checkpoint, limit=evals.cfg.lmms_eval_limit)
     write_json(evals.file(step, 'json'), _result_values(head|_NOTHING, results))
@@ -312,7 +321,8 @@ def wait_for_evals(evals:Evaluations|None, log:RunLog, dist:Dist, step:int, # No
     "Collects what is still evaluated."
     end = time.monotonic()+seconds
     def left(): return ', '.join(map(str, evals.open)) if evals else ''
-    if left(): log.info(f'the run waits for evaluations of steps {left()}, at most {seconds:g} s')
+    if left():
+        log.info(f'the run waits for evaluations of steps {left()}, at most {seconds:g} s')
     for i in count():
         while collect_evals(evals, log, step, thorough=i%_ASK_SLURM_EVERY==0): pass
         if not dist.any(bool(left()) and time.monotonic()<=end and not stopped()): break

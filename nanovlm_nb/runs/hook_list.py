@@ -6,7 +6,6 @@
 __all__ = ['Evaluate', 'hooks_of']
 
 # %% ../../nbs/61_runs.hook_list.ipynb #e4811167
-from argparse import Namespace
 from collections.abc import Callable,Iterable,Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -24,12 +23,14 @@ from .evaluations import missing_tasks,take_over_evals,wait_for_evals
 # %% ../../nbs/61_runs.hook_list.ipynb #31594afc
 class Evaluate(Hook):
     "Has checkpoints evaluated every `every` updates, here or beside the run, and logs the results."
+    order = 40
+
     def __init__(self, every:int, when:Sequence[int]=()): # updates, 0: never; when to look for results
         self.every = every
         self.when = when
         self.evals:Evaluations|None = None # of a run whose checkpoints are evaluated; rank 0 has it
         self.tasks = '' # of all ranks, as is
-        self.ask:Callable|None = None # how they evaluate the model in memory; None: other processes do
+        self.ask:Callable|None = None # `evaluate_tasks`; None: other processes do
 
     def is_due(self, step:int)->bool:
         "Returns whether the checkpoint of an update is to be evaluated."
@@ -40,18 +41,21 @@ class Evaluate(Hook):
         if self.evals is None: return
         step = trainer.step if trainer.checkpoint else -1
         due = trainer.owned and self.is_due(step)
-        for line in take_over_evals(self.evals, step, due): trainer.log.info(line)
+        for line in take_over_evals(self.evals, step, due):
+            trainer.log.info(line)
 
     def submit(self, path:Path)->None: # `step_N`, when it is complete, on rank 0
         "Queues the evaluation of this checkpoint."
-        if self.evals and self.is_due(step_of(path)): ask_for_eval(self.evals, step_of(path))
+        if self.evals and self.is_due(step_of(path)):
+            ask_for_eval(self.evals, step_of(path))
 
     def after_update(self, trainer:Trainer, figures:Figures)->None: # every rank must call
         "Evaluates the model if that is due, and logs a result now and then."
         if trainer.stop: return
         if self.is_due(trainer.step): self.evaluate(trainer)
         look = any(n>0 and trainer.step%n==0 for n in self.when)
-        if trainer.update and look: collect_evals(self.evals, trainer.log, trainer.step)
+        if trainer.update and look:
+            collect_evals(self.evals, trainer.log, trainer.step)
 
     def evaluate(self, trainer:Trainer)->None: # the result is collected as others are
         "Evaluates the model as it is, unless its results are there; every rank must call."
@@ -62,13 +66,14 @@ class Evaluate(Hook):
         if not trainer.dist.any(missing): return
         features = base.features
         base.features = None # the pictures of a benchmark are not those of the run
-        args = Namespace(model=base, tasks=self.tasks, include_path=cfg.eval_include_path,
-            process_with_media=True, device=trainer.dist.device, dist=trainer.dist,
-            limit=cfg.lmms_eval_limit, batch_size=cfg.lmms_eval_batch_size, prompts=cfg.lmms_eval_prompts)
         stance:Any = nullcontext()
-        if trainer.compiled: stance = torch.compiler.set_stance('force_eager') # all shapes
+        if trainer.compiled:
+            stance = torch.compiler.set_stance('force_eager') # all shapes
         try:
-            with trainer.clock('validation'),stance: results = self.ask(args)
+            with trainer.clock('validation'),stance:
+                results = self.ask(base, self.tasks, include_path=cfg.eval_include_path, dist=trainer.dist,
+                    prompts=cfg.lmms_eval_prompts, limit=cfg.lmms_eval_limit,
+                    batch_size=cfg.lmms_eval_batch_size)
         finally: base.features = features
         keep_results(self.evals, trainer.log, trainer.step, results)
 
@@ -78,22 +83,21 @@ class Evaluate(Hook):
         if not cfg.use_lmms_eval: return
         wait_for_evals(self.evals, trainer.log, trainer.dist, trainer.step, cfg.eval_wait,
             trainer.asked.is_set)
-        if self.evals: prune(trainer.log.run_dir, cfg.max_keep_ckpts) # kept for it
+        if self.evals:
+            prune(trainer.log.run_dir, cfg.max_keep_ckpts) # kept for it
 
 # %% ../../nbs/61_runs.hook_list.ipynb #d8d8cf28
 def hooks_of(cfg:TrainConfig, own:Iterable[Hook]=(), judge:Callable|None=None, # of the run; see `Validate`
 )->list[Hook]: # in the order of the calls
-    "Returns the hooks of a run: what judges the weights follows the checkpoint."
+    "Returns the hooks of a run; one of your own that extends the class of another takes its place."
     judged = cfg.eval_interval if cfg.eval_in_epochs else 0
     every = cfg.stats_log_interval
-    evaluate = Evaluate(2*judged, (every,cfg.eval_interval))
     own = list(own)
-    guard = Guard(cfg.max_grad_spike)
-    before = [guard, BadUpdates(cfg.max_bad_updates), LeftOut(), Meters(every)]
-    after = [Log(), Checkpoint(cfg.save_interval, judged, evaluate.submit), Validate(judged, judge), evaluate]
-    instead = {}
-    for hook in before+after:
-        for mine in own:
-            if isinstance(mine, type(hook)): instead[type(hook)] = mine
-    hooks = [hook for hook in [*before, *own, *after] if hook not in instead.values()]
-    return [instead.get(type(hook), hook) for hook in hooks]
+    evaluate = Evaluate(2*judged, (every,cfg.eval_interval))
+    checkpoint = Checkpoint(cfg.save_interval, judged, evaluate.submit)
+    hooks = [Guard(cfg.max_grad_spike), BadUpdates(cfg.max_bad_updates), LeftOut(),
+        Meters(every),
+        Log(), checkpoint, Validate(judged, judge), evaluate]
+    def is_replaced(hook): return any(isinstance(mine, type(hook)) for mine in own)
+    hooks = own+[hook for hook in hooks if not is_replaced(hook)]
+    return sorted(hooks, key=lambda hook: hook.order)

@@ -18,7 +18,7 @@ from huggingface_hub.utils import validate_repo_id
 from ..core.usage import require,UsageError
 from ..core.run_dir import ANSWER_TABLE,CONFIG,DROP_LIST,find_checkpoint,LOG,read_log
 from ..core.run_dir import RECORD,step_of,write_atomic
-from ..core.config import evolve,length_of_run,TrainConfig,VLMConfig
+from ..core.config import evolve,TrainConfig,VLMConfig
 from ..core.settings import load_yaml
 from ..core.plots import plot_curves
 from ..core.logs import RunLog
@@ -70,7 +70,7 @@ def _data_lines(v:VLMConfig, c:TrainConfig)->list[str]: # of a run
     return [f'data: {c.train_dataset_path}{names}{first}', rates,
         f'pictures of at most {largest}, packs of {v.lm_max_length} tokens',
         f'{c.batch_size} x {c.gradient_accumulation_steps} packs an update on a rank, up to '
-        f'{length_of_run(c)}, seed {c.seed}']
+        f'{c.length}, seed {c.seed}']
 
 # %% ../../nbs/64_runs.report.ipynb #dcc6f192
 def _bullets(lines): return '\n'.join(f'- {l}' for l in lines)
@@ -140,17 +140,16 @@ def _ask_held_out(asker:Asker, rows:list[dict], log:RunLog, step:int)->dict[str,
 def _remedies(trainer:Trainer, scores:dict[str,dict])->str: # after `train()`
     "What may help a model that answers no better than one that does not look."
     cfg = trainer.cfg
-    step = trainer.step
     rows = trainer.loader.source.epoch_rows()
     kinds = len(scores['answers'])-1
     helps = []
-    if trainer.best_step==step:
-        helps.append(f'more updates than {step}: the validation loss was still falling')
-    if rows is None: helps.append('more pictures')
-    else: helps.append(f'more pictures (there are {rows:.0f} rows for training)')
-    if not (cfg.load_from or trainer.base.cfg.vlm_load_backbone_weights):
-        helps.append('weights to begin with (load_from HuggingFaceTB/SmolVLM-256M-Instruct with lora_rank 8) '
-            'in place of random numbers')
+    if trainer.best_step==trainer.step:
+        helps.append(f'more updates than {trainer.step}: the validation loss was still falling')
+    known = '' if rows is None else f' (there are {rows:.0f} rows for training)'
+    helps.append(f'more pictures{known}')
+    if not (cfg.load_from or trainer.base.cfg.backbones):
+        helps.append('weights to begin with in place of random numbers (load_from '
+            'HuggingFaceTB/SmolVLM-256M-Instruct with lora_rank 8, or vit_model_type facebook/dinov2-small)')
     elif cfg.load_from and not cfg.lora_rank: helps.append('lora_rank 8, which trains fewer numbers')
     if kinds>1: helps.append(f'fewer kinds of questions ({kinds} were asked)')
     return f"what may help: {'; '.join(helps)}"
@@ -179,8 +178,7 @@ def _time_split(seconds:dict[str,float])->str: # by kind; e.g. 'forward_backward
     "Where the time of a run went, the largest part first."
     total = sum(seconds.values())
     kinds = sorted(seconds, key=seconds.__getitem__, reverse=True)
-    shares = {kind:seconds[kind]/total for kind in kinds}
-    parts = [f'{kind} {100*share:.0f} %' for kind,share in shares.items() if share>=.005]
+    parts = [f'{kind} {100*seconds[kind]/total:.0f} %' for kind in kinds if seconds[kind]/total>=.005]
     return f"{', '.join(parts)}, {total:.0f} s in all"
 
 # %% ../../nbs/64_runs.report.ipynb #02c964f4
@@ -232,7 +230,7 @@ def report_run(trainer:Trainer, drops:dict[str,Drops], make:Callable|None=None)-
     "Rank 0 sums up the run, after `train()`; `make` makes a model of its own."
     t = trainer
     log = trainer.log
-    run_dir = trainer.log.run_dir
+    run_dir = log.run_dir
     rows = held_out_rows(t.held_out, min(t.cfg.ask_samples, t.samples), t.base.cfg)
     drops['val'].merge(t.held_out.drops)
     scores = _ask_held_out(_best_asker(t, make), rows, log, t.step) if rows else {}

@@ -15,8 +15,8 @@ from ..core.run_dir import abandoned_folder,ASIDE,BEST,check_run_dir,check_way,C
 from ..core.run_dir import left_behind,LOG,missing_pieces,own_parts_of,read_log
 from ..core.run_dir import read_pointer,read_state,set_aside,WANDB_ID,write_atomic
 from ..core.run_dir import write_pointer
-from ..core.config import CAREFUL,FINE,REFUSED,resume_rule,TrainConfig,VLMConfig
-from ..training.schedule import get_schedule,in_samples
+from ..core.config import CAREFUL,FINE,Length,REFUSED,resume_rule,TrainConfig,VLMConfig
+from ..training.schedule import get_schedule
 from ..training.optim import training_parts
 from .start import Start
 
@@ -94,16 +94,13 @@ def split_remedy(was:int, now:tuple[int,int,int])->str: # as above
 def _place_of(state:dict, train:dict)->tuple[float,float]: # `step` and `max_steps` of a schedule
     """Where the schedule continues, and its length, in updates of the earlier size.
     `state` is a checkpoint's, `train` has the fields of the `TrainConfig` of the run to come."""
-    most = train.get('max_training_samples')
-    samples = state.get('samples', 0)
     step = state['step']
-    if most is not None: return in_samples(samples, samples/max(step, 1), most)
-    length = train['max_training_steps']
-    epochs = train.get('max_epochs')
-    planned = state.get('planned')
-    if epochs and planned is not None: # of a stream it is not known at first
-        length = min(length, round(planned*epochs/state['configs']['train']['max_epochs']))
-    return step,length
+    samples = state.get('samples', 0)
+    epochs = train.get('max_epochs') or 0
+    planned = state.get('planned') # of a stream it is not known at first
+    if planned: planned = round(planned*epochs/state['configs']['train']['max_epochs'])
+    length = Length(train['max_training_steps'], train.get('max_training_samples'))
+    return length.place(step, samples, samples/max(step, 1), planned)
 
 # %% ../../nbs/63_runs.resume.ipynb #29f3aff5
 def progress(state:dict, packs:int, train:dict)->str: # see `_place_of`

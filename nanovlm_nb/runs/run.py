@@ -17,7 +17,7 @@ from typing import Any
 from ..core.usage import user_path
 from ..core.run_dir import check_new,CONFIG,FEATURE_CACHE,OWN_PARTS,run_lock,write_atomic
 from ..core.fields import OWN_ROWS
-from ..core.config import evolve,get_run_name,set_env,TrainConfig,updates_of_run,VLMConfig
+from ..core.config import evolve,get_run_name,set_env,TrainConfig,VLMConfig
 from ..core.settings import run_path,save_yaml
 from ..core.dist import cores_of_rank,destroy_dist,Dist,init_dist,on_master,set_seed
 from ..core.dist import set_threads
@@ -32,11 +32,11 @@ from ..model.pretrained import find_tokenizer,followed,noted_base
 from ..model.vlm import trains,VisionLanguageModel
 from ..training.optim import trainable_line
 from ..training.precision import same_bits
-from ..training.trainer import length,make_trainer,resume,stopping,train,Trainer
+from ..training.trainer import make_trainer,resume,stopping,train,Trainer
 from ..training.lora import adapt,keep_base
 from ..training.advice import lint
 from ..training.hooks import find,LeftOut,Meters
-from ..answers.tasks import choose_eval_backend,cli_evaluate,possible_tasks
+from ..answers.tasks import choose_eval_backend,evaluate_tasks,possible_tasks
 from .evaluations import Evaluations
 from .hook_list import Evaluate,hooks_of
 from .start import is_pth,resolve_start,Start,start_of,weights_of_start
@@ -151,7 +151,7 @@ def _open_log(run_dir:Path, dist:Dist, v:VLMConfig, c:TrainConfig)->RunLog:
     "The log of a run as its config says, not yet open."
     configs = dict(VLMConfig=v.to_dict(), TrainConfig=c.to_dict())
     return RunLog(run_dir, dist, c.trackers, configs, run_dir.name, c.wandb_entity, c.wandb_project,
-        opened=False, total_steps=updates_of_run(c), every=c.stats_log_interval, progress=c.progress_bar,
+        opened=False, total_steps=c.length.updates(), every=c.stats_log_interval, progress=c.progress_bar,
         quiet=c.console_line=='none', epochs=(c.max_epochs or 1) if c.console_line=='minimind' else None)
 
 # %% ../../nbs/67_runs.run.ipynb #5ca66d1b
@@ -185,7 +185,7 @@ def _use_evals(trainer:Trainer)->None: # every rank must call
     if hook.tasks:
         trainer.log.info(f'every {2*cfg.eval_interval} updates the checkpoint is evaluated '
             f'({backend}, prompts of benchmarks: {cfg.lmms_eval_prompts}): {hook.tasks}')
-    hook.ask = cli_evaluate if hook.tasks and backend=='in_process' else None
+    hook.ask = evaluate_tasks if hook.tasks and backend=='in_process' else None
     if dist.is_master: hook.evals = Evaluations(trainer.log.run_dir, cfg, hook.tasks)
 
 # %% ../../nbs/67_runs.run.ipynb #56000009
@@ -255,7 +255,7 @@ def _start(run:OpenRun, start:Start, lines:list[str], config:str|None=None, part
     if checkpoint: resume(trainer, checkpoint, c.force_resume, True, begin)
     else: begin()
     size = size_line(trainer.loader.source, trainer.held_out.source)
-    total = length(trainer)
+    total = trainer.total_steps
     log.info(f'{size}; {total:,} updates' if total else size)
     def keep():
         names = own if kept else _keep_data(trainer, run_dir, own)
@@ -335,6 +335,6 @@ def run(vlm_cfg:VLMConfig, train_cfg:TrainConfig, # the model and the run
     return run_dir
 
 # %% ../../nbs/67_runs.run.ipynb #7f11f16d
-def main(values:Namespace)->int: # from `cli.train_parser`; exit code, see `exit_code`
+def main(vlm_cfg:VLMConfig, train_cfg:TrainConfig, asked:Namespace)->int: # see `run`; see `exit_code`
     "Command `nanovlm train`: train as a preset, a file and flags say."
-    return exit_code(run(values.vlm_cfg, values.train_cfg, asked=values))
+    return exit_code(run(vlm_cfg, train_cfg, asked=asked))

@@ -16,7 +16,7 @@ from ..core.run_dir import usable_checkpoint
 from ..core.config import BESIDE_WEIGHTS,check_configs,evolve,OF_RUN,TrainConfig,VLMConfig
 from ..core.settings import run_path
 from ..model.files import resolve_checkpoint
-from ..model.backbones import language_config,tower_fields
+from ..model.backbones import backbone_fields
 from ..model.minimind import pth_path
 from ..model.pretrained import checkpoint_config,find_tokenizer
 from ..training.deepspeed import read_deepspeed
@@ -61,9 +61,9 @@ def _new_start(v, c, run_dir):
     elif is_pth(c.load_from):
         kind = 'file'
         path = c.load_from
-    elif v.vlm_load_backbone_weights:
+    elif v.backbones:
         kind = 'backbones'
-        path = f'{v.vit_model_type} and {v.lm_model_type}'
+        path = ' and '.join(v.backbones.values())
     taken = f' with the weights of {path}' if weights else ''
     if not c.resume: return Start(kind, path, f'A new run{taken} (resume is False).')
     line = f'Nothing to resume in {run_dir}: a new run begins at update 0{taken}.'
@@ -130,16 +130,15 @@ def _with_sizes(v:VLMConfig, start:Start)->VLMConfig:
     kind = start.kind
     every = {f.name for f in fields(VLMConfig)}
     follow = dict[str,Any]()
-    own_class = type(v) is not VLMConfig # it knows what it is
     if kind=='resume':
         saved = start.state['configs']['vlm']
         free = every-v.given-OF_RUN
         return evolve(v, **{n:value for n,value in saved.items() if n in free and value!=getattr(v, n)})
     sources = dict[str,dict]()
-    if kind=='checkpoint' and not own_class:
+    if kind=='checkpoint' and type(v) is VLMConfig: # a class of one's own knows what it is
         sources = {start.path:asdict(checkpoint_config(start.path))}
-    if kind=='backbones' and not every<=v.given:
-        sources = {v.vit_model_type:tower_fields(v), v.lm_model_type:language_config(v.lm_model_type)}
+    if kind in ('backbones','file') and not every<=v.given:
+        sources = backbone_fields(evolve(v, lm_model_type=None) if kind=='file' else v)
     for source,values in sources.items():
         for n in sorted(v.given&values.keys()-OF_RUN-BESIDE_WEIGHTS):
             require(getattr(v, n)==values[n], f'{n} is {getattr(v, n)!r}, but {source} was trained with '
@@ -149,6 +148,17 @@ def _with_sizes(v:VLMConfig, start:Start)->VLMConfig:
         folder = resolve_checkpoint(start.path, False)
         follow['lm_tokenizer'] = find_tokenizer(folder, follow['lm_tokenizer'])
     return evolve(v, **follow)
+
+# %% ../../nbs/62_runs.start.ipynb #733c317e
+_TEXT = 128 # tokens of a sample that are kept for text
+
+def _fitting(v:VLMConfig, length:int)->tuple[str,int]: # `max_sample_length`; field and value
+    "Returns the largest size of pictures of which one fits into a sample, up to the configured one."
+    room = length-_TEXT
+    if v.native: return 'max_pixels',max(room*v.vit_img_size**2, v.min_pixels)
+    side = v.max_img_size//v.vit_img_size
+    while side>1 and (side*side+1)*(v.mp_image_token_length+4)>room: side -= 1 # 4 tokens announce a tile
+    return 'max_img_size',side*v.vit_img_size
 
 # %% ../../nbs/62_runs.start.ipynb #e5a1000a
 def _announced(v, c):
@@ -161,14 +171,23 @@ def resolve_start(v:VLMConfig, c:TrainConfig, world_size:int=1, start:Start|None
     """Resolves the given settings to the configurations of model and run that will run, and lines for the log
     about what is not as it was given. A UsageError where it does not fit together."""
     if start is None: start = _announced(v, c)
-    trained = start.kind in ('resume','checkpoint','named')
-    require(not c.lora_rank or trained, f'lora_rank {c.lora_rank}: adapters '
-        'stand beside the weights of a checkpoint that is trained already; '
-        'give load_from, a checkpoint (a directory, a run, or a hub id)')
+    require(not c.lora_rank or start.kind in ('resume','checkpoint','named'),
+        f'lora_rank {c.lora_rank}: adapters stand beside the weights of a checkpoint that is trained '
+        'already; give load_from, a checkpoint (a directory, a run, or a hub id)')
     lines = list[str]()
     sized = _with_sizes(v, start)
     moved = [f.name for f in fields(v) if getattr(sized, f.name)!=getattr(v, f.name)]
     if moved: lines.append(f"from the files that the run begins with: {', '.join(moved)}")
+    if moved and start.kind=='backbones':
+        lines.append('a tile has {0} x {0} pixels, {1} x {1} patches and {2} image tokens'.format(
+            sized.vit_img_size, sized.patches_per_side, sized.mp_image_token_length))
+    name,size = _fitting(sized, c.max_sample_length)
+    if start.kind in ('checkpoint','backbones') and name not in v.given and size<getattr(sized, name):
+        sized = evolve(sized, **{name:size})
+        lines.append(f'{name} is {size}, so that a picture and {_TEXT} tokens of text fit into '
+            f'max_sample_length {c.max_sample_length}: raise that, and lm_max_length, for more detail')
+    alone = c.projector_steps
+    if alone: lines.append(f'projector_steps {alone:g}: the projector begins alone, the backbones follow')
     if c.deepspeed_config:
         c,translated = read_deepspeed(c.deepspeed_config, c, world_size)
         lines += translated
@@ -190,7 +209,7 @@ def foresee_start(v:VLMConfig, c:TrainConfig, world_size:int=1,
     try: return start,*resolve_start(v, c, world_size, start)
     except FileNotFoundError as e:
         if start.path==v.lm_model_type: kind = 'named'
-        elif start.kind=='backbones': kind = 'random'
+        elif start.kind in ('backbones','file'): kind = 'random'
         else: raise
         note = f'sizes are those that were given, for the files cannot be read here: {e}'
         _,c,lines = resolve_start(v, c, world_size, start._replace(kind=kind)) # or raises again

@@ -46,8 +46,9 @@ WRONG = (OSError, ValueError, RuntimeError, LookupError) # what a check may rais
 
 def failed(name:str, error:Exception)->Finding: # of the check; one of `WRONG`
     "Returns a failure in one line."
-    kind = '' if isinstance(error, UsageError) else f'{type(error).__name__}: '
-    return Finding(name, FAIL, kind+' '.join(str(error).split()))
+    text = ' '.join(str(error).split())
+    if not isinstance(error, UsageError): text = f'{type(error).__name__}: {text}'
+    return Finding(name, FAIL, text)
 
 # %% ../../nbs/71_tools.doctor.ipynb #ef4b4ef7
 def tried(name:str, check:Callable[...,str], *args)->Finding: # on the screen; the check, its arguments
@@ -84,23 +85,27 @@ _CUDA_DRIVERS = {13:'580.65', 12:'525.60', 11:'450.80'}
 # of FlashAttention's wheels
 FLASH_FLOORS = dict(GLIBC='2.32', CUDA='11.8', torch='2.0', **{'flash-attn':'2.0'})
 
+def _gpus(count): return '1 GPU' if count==1 else f'{count} GPUs'
+
 def _check_cuda(gpus:int, cuda:str|None, driver:str|None)->str: # that torch sees; of its build; of nvidia-smi
     "Raises unless torch, CUDA and the driver go together."
-    if not driver and (not gpus or cuda is None): raise Skip('no GPU here: training is on the CPU')
+    if not driver and (not gpus or cuda is None):
+        raise Skip('no GPU here: training is on the CPU')
     require(cuda, f'torch is built without CUDA, but there is a GPU with driver {driver}: '
                   'install a CUDA build of torch, see pytorch.org')
     floor = _CUDA_DRIVERS.get(Version(cuda or '0').major, '0')
     require(gpus, f'torch {cuda} sees no GPU, driver {driver}: update the driver to {floor} or newer, '
                   'or unset CUDA_VISIBLE_DEVICES')
-    old = _too_old(dict(CUDA=cuda, driver=driver or floor), dict(CUDA=CUDA_FLOOR, driver=floor))
+    old = _too_old(dict(CUDA=cuda, driver=driver or floor),
+        dict(CUDA=CUDA_FLOOR, driver=floor))
     require(not old, f"CUDA {cuda} with driver {driver}, too old: {', '.join(old)}; install these")
-    cards = '1 GPU' if gpus==1 else f'{gpus} GPUs'
-    return f'{cuda}, {cards}, driver {driver or "unknown"}'
+    return f'{cuda}, {_gpus(gpus)}, driver {driver or "unknown"}'
 
 # %% ../../nbs/71_tools.doctor.ipynb #3357e6d4
 def _check_flash(glibc:str|None, cuda:str|None, torch_version:str, flash:str|None)->str: # None: missing
     "Raises unless the wheels of an installed FlashAttention can be loaded."
-    if flash is None: raise Skip("not installed, and not needed: torch's fused attention is used")
+    if flash is None:
+        raise Skip("not installed, and not needed: torch's fused attention is used")
     old = _too_old({'GLIBC':glibc, 'CUDA':cuda, 'torch':torch_version, 'flash-attn':flash}, FLASH_FLOORS)
     require(not old, f"{'; '.join(old)}: pip uninstall flash-attn, or build it from source here: "
                      'pip install flash-attn --no-build-isolation --no-binary flash-attn')
@@ -113,14 +118,14 @@ def _driver_version(command:str='nvidia-smi')->str|None: # None: there is no dri
     return match and match[0]
 
 # %% ../../nbs/71_tools.doctor.ipynb #7cfb0dde
-def _check_gpus(asked:int, seen:int)->str: # ranks on this machine; GPUs that torch sees
+def _check_gpus(ranks:int, seen:int)->str: # ranks on this machine; GPUs that torch sees
     "Raises unless every rank has a GPU; a single rank may train on the CPU."
-    many = '1 GPU' if seen==1 else f'{seen} GPUs'
-    verb = 'is' if seen==1 else 'are'
-    remedy = f'--gpus {seen}' if seen else 'ask where they are; without --gpus, this CPU is checked'
-    require(asked<=max(seen, 1), f'--gpus {asked}, but there {verb} {many}: {remedy}')
+    present = 'are 0 GPUs: ask where they are; without --gpus, this CPU is checked'
+    if seen: present = f'are {seen} GPUs: --gpus {seen}'
+    if seen==1: present = 'is 1 GPU: --gpus 1'
+    require(ranks<=max(seen, 1), f'--gpus {ranks}, but there {present}')
     if not seen: raise Skip('none: one rank trains on the CPU')
-    return f'{asked} of {many}'
+    return f'{ranks} of {_gpus(seen)}'
 
 # %% ../../nbs/71_tools.doctor.ipynb #274cf9ef
 def check_disk(folder:str|Path, one:float, n:int, free:float|None=None)->str: # None: as the system says
@@ -129,7 +134,8 @@ def check_disk(folder:str|Path, one:float, n:int, free:float|None=None)->str: # 
     nearest = next(p for p in (path, *path.parents) if p.exists())
     with tempfile.TemporaryFile(dir=nearest) as f: f.write(b'x')
     if free is None: free = shutil.disk_usage(nearest).free
-    noun = 'checkpoints' if n>1 else 'checkpoint'
+    noun = 'checkpoint'
+    if n>1: noun += 's'
     text = f'{n} {noun} of {one/1e9:.2f} GB, {free/1e9:.1f} GB are free'
     require(n*one<=free, f'{text}: lower max_keep_ckpts, raise eval_interval, '
                            'or give another vlm_checkpoint_path')
@@ -138,7 +144,8 @@ def check_disk(folder:str|Path, one:float, n:int, free:float|None=None)->str: # 
 # %% ../../nbs/71_tools.doctor.ipynb #f617839f
 def _check_wandb(train_cfg:TrainConfig, mode:str|None=None)->str: # None: wandb is asked
     "Raises when figures shall reach wandb and will not."
-    if 'wandb' not in train_cfg.trackers: raise Skip('not asked for: log.jsonl has all figures')
+    if 'wandb' not in train_cfg.trackers:
+        raise Skip('not asked for: log.jsonl has all figures')
     if mode is None:
         import wandb
         mode = wandb_mode(wandb)
@@ -155,50 +162,58 @@ def _check_tasks(train_cfg:TrainConfig)->str:
     tasks,missing = possible_tasks(train_cfg)
     if task_names(tasks)==task_names(train_cfg.lmms_eval_tasks): # perhaps only a login is missing
         line = f'{tasks} (benchmarks: {train_cfg.lmms_eval_prompts})'
-        return f'{line}; {missing}' if missing else line
+        if missing: line += f'; {missing}'
+        return line
     if not train_cfg.given&{'use_lmms_eval','lmms_eval_tasks'}: raise Skip(missing)
     raise UsageError(f'{missing}: do what the message says, or give other tasks')
 
 # %% ../../nbs/71_tools.doctor.ipynb #3b9d21c9
 def _check_slurm(train_cfg:TrainConfig, command:str='sinfo')->str:
     "Raises when a run needs a scheduler, for its evaluations, that does not answer."
-    if shutil.which(command) is None: raise Skip(f'no {command} here: start runs with torchrun')
-    done = subprocess.run([command, '-h', '-o', '%P %D %t'], capture_output=True, text=True, timeout=60)
+    if shutil.which(command) is None:
+        raise Skip(f'no {command} here: start runs with torchrun')
+    done = subprocess.run([command, '-h', '-o', '%P %D %t'], capture_output=True,
+        text=True, timeout=60)
     if not done.returncode: return f'{len(done.stdout.splitlines())} groups of nodes'
-    why = (done.stderr.strip() or f'{command} ended with {done.returncode}').splitlines()[0]
+    error = (done.stderr.strip() or f'{command} ended with {done.returncode}').splitlines()[0]
     needed = train_cfg.use_lmms_eval and choose_eval_backend(train_cfg)=='slurm'
-    if not needed: raise Skip(f'{why}; nothing here needs it: start runs with torchrun')
-    raise UsageError(f'{why}, and evaluations need it: ask the administrators, or give '
+    if not needed: raise Skip(f'{error}; nothing here needs it: start runs with torchrun')
+    raise UsageError(f'{error}, and evaluations need it: ask the administrators, or give '
         '--eval_backend subprocess')
 
 # %% ../../nbs/71_tools.doctor.ipynb #19573343
 def _smoke_config(train_cfg:TrainConfig, updates:int)->TrainConfig: # from `resolve_start`
     "Returns a run of some updates that reports nowhere."
-    return evolve(train_cfg, max_training_steps=updates, max_training_samples=None, max_epochs=None,
+    return evolve(train_cfg, max_training_steps=updates, max_training_samples=None,
+        max_epochs=None,
                   eval_in_epochs=False,
                   save_interval=0, ask_samples=0, tracker='none', progress_bar=False, resume=False,
                   deepspeed_config=None, run_name='smoke')
 
 # %% ../../nbs/71_tools.doctor.ipynb #5900a8cf
-def _short_run(vlm_cfg:VLMConfig, small:TrainConfig, folder:str, timeout_s:float)->tuple[list,str]:
+def _short_run(vlm_cfg:VLMConfig, small:TrainConfig, folder:str,
+    timeout_s:float)->tuple[list,str]:
     "Returns the losses of a run in a process of its own, and the last line of what it says if it fails."
     save_yaml(f'{folder}/config.yaml', vlm_cfg, small)
-    command = [sys.executable, '-m', 'nanovlm_nb.train', '--config', f'{folder}/config.yaml',
+    command = [sys.executable, '-m', 'nanovlm_nb.train', '--config',
+        f'{folder}/config.yaml',
                *trust_flags(small.to_dict())]
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
-    log = next(Path(folder).rglob('smoke/log.jsonl'), None)
-    records = read_log(log) if log else []
-    losses = [record['batch_loss'] for record in records if 'batch_loss' in record]
+    losses = []
+    for log in Path(folder).rglob('smoke/log.jsonl'):
+        losses = [record['batch_loss'] for record in read_log(log) if 'batch_loss' in record]
     if not done.returncode: return losses,''
     return losses,[f'ended with {done.returncode}', *done.stderr.strip().splitlines()][-1]
 
 # %% ../../nbs/71_tools.doctor.ipynb #19573344
-def check_short_run(vlm_cfg:VLMConfig, train_cfg:TrainConfig, updates:int=3, timeout_s:float=1800.)->str:
+def check_short_run(vlm_cfg:VLMConfig, train_cfg:TrainConfig, updates:int=3,
+    timeout_s:float=1800.)->str:
     "Raises unless a process of its own can train for some updates as `resolve_start` says."
     small = _smoke_config(train_cfg, updates)
     with tempfile.TemporaryDirectory() as folder:
         if small.resume_from_vlm_checkpoint:
-            small = evolve(small, resume_from_vlm_checkpoint=False, load_from=vlm_cfg.vlm_checkpoint_path)
+            small = evolve(small, resume_from_vlm_checkpoint=False,
+                load_from=vlm_cfg.vlm_checkpoint_path)
         vlm_cfg = evolve(vlm_cfg, vlm_checkpoint_path=folder, hf_repo_name=None)
         try: losses,last = _short_run(vlm_cfg, small, folder, timeout_s)
         except subprocess.TimeoutExpired:
@@ -214,7 +229,8 @@ def machine_findings(train_cfg:TrainConfig, gpus:int=1)->Iterator[Finding]: # ra
     cuda = torch.version.cuda
     wheels = platform.libc_ver()[1] or None,cuda,torch.__version__,_installed('flash-attn')
     checks:list[tuple] = [('packages', _check_packages), ('GPUs', _check_gpus, gpus, seen),
-        ('CUDA', _check_cuda, seen, cuda, _driver_version()), ('flash-attn', _check_flash, *wheels),
+        ('CUDA', _check_cuda, seen, cuda, _driver_version()),
+        ('flash-attn', _check_flash, *wheels),
         ('wandb', _check_wandb, train_cfg), ('tasks', _check_tasks, train_cfg),
         ('Slurm', _check_slurm, train_cfg)]
     for name,check,*values in checks: yield tried(name, check, *values)

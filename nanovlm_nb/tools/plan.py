@@ -5,13 +5,12 @@
 # %% auto #0
 __all__ = ['LOWER', 'UPPER', 'META', 'GB', 'USABLE', 'LikeCuda', 'like_cuda', 'example_batch', 'fullest_batch', 'meta_net',
            'step', 'peak_memory', 'sizes', 'Memory', 'memory', 'PackEstimate', 'typical_pack', 'update_flops',
-           'checkpoint_bytes', 'make_plan', 'main']
+           'checkpoint_bytes', 'make_plan', 'show_plan']
 
 # %% ../../nbs/73_tools.plan.ipynb #a57296c8
 import math,weakref
 from collections import Counter
 from collections.abc import Callable
-from argparse import Namespace
 from typing import Any,NamedTuple
 
 import torch
@@ -23,7 +22,6 @@ from torch.utils._pytree import tree_leaves
 
 from ..core.fields import IGNORE
 from ..core.config import TrainConfig,VLMConfig,evolve,change,effective_batch_size
-from ..core.config import updates_of_run
 from ..model.attention import choose_backend
 from ..model.vision import stack_tiles
 from ..model.vlm import VLMNet
@@ -31,14 +29,14 @@ from ..data.packing import Batch,collate_packs,pack
 from ..training.optim import training_groups
 from ..training.precision import blocks_of
 from ..training.lora import add_adapters,lower_base
-from ..core.usage import UsageError,require,say
+from ..core.usage import UsageError,aligned,require,say
 from ..training.advice import Remedy,checkpoints_written,lint,memory_remedies
-from ..model.flops import BYTES,COUNTS,OPERATIONS,STORED,all_flops,fitting_unit,known_gpu
+from ..model.flops import BYTES,COUNTS,DEVICES,MFU,OPERATIONS,STORED,all_flops
+from ..model.flops import fitting_unit,known_gpu
 from ..model.flops import step_flops,useful_flops,with_unit
 from ..training.shard import bytes_per_parameter,bytes_sent
 from ..runs.start import foresee_start
 from ..runs.resume import splits
-from ..cli import DEVICES,MFU
 
 # %% ../../nbs/73_tools.plan.ipynb #63aa0011
 class _Allocations(TorchDispatchMode):
@@ -79,16 +77,20 @@ def _fused_attention(q:Tensor, k:Tensor, v:Tensor, attn_mask:Tensor|None=None, #
         k = k.repeat_interleave(shared, 1)
         v = v.repeat_interleave(shared, 1)
     aten = torch.ops.aten
-    if attn_mask is None: return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal)[0]
+    if attn_mask is None:
+        return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal)[0]
     if attn_mask.is_floating_point(): bias = attn_mask.to(q.dtype)
     else: bias = q.new_zeros(attn_mask.shape).masked_fill_(~attn_mask, -torch.inf)
     bias = bias.expand(*q.shape[:3], k.shape[2])
-    return aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, dropout_p, is_causal)[0]
+    return aten._scaled_dot_product_efficient_attention(q, k, v, bias, True,
+        dropout_p, is_causal)[0]
 
 # %% ../../nbs/73_tools.plan.ipynb #63aa0025
-LOWER = {F.linear, F.conv2d, torch.conv2d, torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm,
+LOWER = {F.linear, F.conv2d, torch.conv2d, torch.matmul, Tensor.matmul,
+    Tensor.__matmul__, torch.mm,
     torch.bmm, torch.addmm, F.scaled_dot_product_attention} # computed in 16 bits
-UPPER = {F.layer_norm, torch.layer_norm, F.cross_entropy, F.softmax, Tensor.softmax, torch.rsqrt, Tensor.sum,
+UPPER = {F.layer_norm, torch.layer_norm, F.cross_entropy, F.softmax,
+    Tensor.softmax, torch.rsqrt, Tensor.sum,
     torch.sum, Tensor.exp} # computed in float32
 
 # %% ../../nbs/73_tools.plan.ipynb #63aa002a
@@ -134,7 +136,7 @@ def like_cuda(net:nn.Module, dtype:torch.dtype=torch.bfloat16)->nn.Module: # of 
             if torch.is_autocast_enabled('cuda'): return forward(*args, **kwargs)
             with LikeCuda(dtype): return forward(*args, **kwargs)
         return call
-    for m in (net, *blocks_of(net)): setattr(m, 'forward', under(m.forward))
+    for module in (net, *blocks_of(net)): setattr(module, 'forward', under(module.forward))
     return net
 
 # %% ../../nbs/73_tools.plan.ipynb #63aa0031
@@ -148,49 +150,52 @@ def _most_tiles(vlm_cfg:VLMConfig, train_cfg:TrainConfig)->int:
 def example_batch(vlm_cfg:VLMConfig, rows:int=1, documents:int=4, # packs; samples of a pack, equally long
     tiles:int|None=None, targets:int|None=None, full:float=.99)->Batch: # None: 5/6 of it, 2/3 of the rest
     "Returns a micro-batch of zeros with so many tiles and targets in a sample; packs hold a share of tokens."
-    v = vlm_cfg
     length = int(full*vlm_cfg.lm_max_length)//documents
-    tiles = int(length/1.2)//v.mp_image_token_length if tiles is None else tiles
-    rows_of_tiles = math.isqrt(tiles) if v.native else 1 # a picture as square as can be
+    if tiles is None: tiles = int(length/1.2)//vlm_cfg.mp_image_token_length
+    rows_of_tiles = 1
+    if vlm_cfg.native: rows_of_tiles = math.isqrt(tiles) # a picture as square as can be
     tiles -= tiles%max(rows_of_tiles, 1)
-    text = length-tiles*v.mp_image_token_length
-    targets = 2*text//3 if targets is None else targets
+    text = length-tiles*vlm_cfg.mp_image_token_length
+    if targets is None: targets = 2*text//3
     assert text>0 and 0<targets<length, f'{tiles} tiles, {targets} targets in {length} positions'
     ids = torch.ones(length, dtype=torch.long)
     labels = torch.full((length,), IGNORE)
-    ids[:length-text] = v.image_token_id
+    ids[:length-text] = vlm_cfg.image_token_id
     labels[-targets-1:-1] = 1
-    pixels = torch.zeros(tiles, 3, *[v.vit_img_size]*2, dtype=torch.uint8)
-    if v.native and tiles: pixels = pixels.unflatten(0, (rows_of_tiles,-1))
-    sample = dict(input_ids=ids, labels=labels, images=[pixels] if tiles else [])
-    packed = pack([dict(sample, id=f'example/{i}') for i in range(documents)], v.lm_max_length, 0)
-    return collate_packs([packed]*rows, v.image_token_id, window=v.tiles_per_window)
+    side = vlm_cfg.vit_img_size
+    images = []
+    if tiles: images.append(torch.zeros(tiles, 3, side, side, dtype=torch.uint8))
+    if tiles and vlm_cfg.native: images[0] = images[0].unflatten(0, (rows_of_tiles,-1))
+    sample = dict(input_ids=ids, labels=labels, images=images)
+    samples = [dict(sample, id=f'example/{i}') for i in range(documents)]
+    packs = [pack(samples, vlm_cfg.lm_max_length, 0)]*rows
+    return collate_packs(packs, vlm_cfg.image_token_id, window=vlm_cfg.tiles_per_window)
 
 # %% ../../nbs/73_tools.plan.ipynb #b4ddba73
 def fullest_batch(vlm_cfg:VLMConfig, train_cfg:TrainConfig)->Batch: # a micro-batch
     "Returns packs full of tiles in which every position is a target, so that the head works most too."
-    v = vlm_cfg
     tiles = _most_tiles(vlm_cfg, train_cfg)
-    return example_batch(v, train_cfg.batch_size, 1, tiles, v.lm_max_length-1, full=1)
+    return example_batch(vlm_cfg, train_cfg.batch_size, 1, tiles,
+        vlm_cfg.lm_max_length-1, full=1)
 
 # %% ../../nbs/73_tools.plan.ipynb #63aa0041
 META = torch.device('meta')
 
-def meta_net(vlm_cfg:VLMConfig, c:TrainConfig)->VLMNet: # with gradients to which others are added
+def meta_net(vlm_cfg:VLMConfig, train_cfg:TrainConfig)->VLMNet: # with gradients to which others are added
     "Returns the network of a run on the meta device, in training mode, as it is on a GPU."
     with META: net = VLMNet(vlm_cfg)
-    if c.lora_rank:
-        add_adapters(net, c.lora_rank, c.lora_alpha, c.lora_targets)
-        lower_base(net, getattr(torch, c.dtype, torch.bfloat16))
-    training_groups(net, c)
-    net.vision_encoder.recompute = c.vision_checkpointing
-    net.decoder.recompute = c.language_checkpointing
-    net.tile_multiple = c.tile_multiple or 8
-    if c.cache_features: # the tower does not run
+    if train_cfg.lora_rank:
+        add_adapters(net, train_cfg.lora_rank, train_cfg.lora_alpha, train_cfg.lora_targets)
+        lower_base(net, getattr(torch, train_cfg.dtype, torch.bfloat16))
+    training_groups(net, train_cfg)
+    net.vision_encoder.recompute = train_cfg.vision_checkpointing
+    net.decoder.recompute = train_cfg.language_checkpointing
+    net.tile_multiple = train_cfg.tile_multiple or 8
+    if train_cfg.cache_features: # the tower does not run
         size = vlm_cfg.n_patches,vlm_cfg.vit_hidden_dim
         net.features = lambda tiles: torch.empty(len(tiles), *size, device=META)
-    for p in net.parameters():
-        if p.requires_grad: p.grad = torch.empty_like(p)
+    for parameter in net.parameters():
+        if parameter.requires_grad: parameter.grad = torch.empty_like(parameter)
     return net.train()
 
 # %% ../../nbs/73_tools.plan.ipynb #63aa0044
@@ -214,25 +219,28 @@ def peak_memory(vlm_cfg:VLMConfig, train_cfg:TrainConfig, batch:Batch|None=None)
     """Returns the bytes that one GPU holds at the highest point of an update: `weights`, `gradients`,
     `optimizer`, 16-bit `copies`, each component, `rest`."""
     cfg = vlm_cfg
-    dtype = torch.float32 if train_cfg.dtype=='float32' else torch.bfloat16
-    if cfg.use_moe:
-        cfg = evolve(cfg, use_moe=False, lm_inter_dim=cfg.lm_inter_dim*(cfg.moe_top_k+cfg.moe_shared_experts))
-        whole = ['decoder.*.mlp' if _OF_MOE&{*t.split('.')} else t for t in train_cfg.lora_targets]
-        train_cfg = evolve(train_cfg, lora_targets=whole)
-    batch = fullest_batch(cfg, train_cfg) if batch is None else batch
+    dtype = torch.bfloat16
+    if train_cfg.dtype=='float32': dtype = torch.float32
+    if cfg.use_moe: # as if the experts that a token visits were one
+        visited = cfg.moe_top_k+cfg.moe_shared_experts
+        cfg = evolve(cfg, use_moe=False, lm_inter_dim=cfg.lm_inter_dim*visited)
+        targets = ['decoder.*.mlp' if _OF_MOE&{*name.split('.')} else name for name in train_cfg.lora_targets]
+        train_cfg = evolve(train_cfg, lora_targets=targets)
+    if batch is None: batch = fullest_batch(cfg, train_cfg)
     choose_backend(cfg.attn_backend, True, 'meta', dtype) # tries it, once
     net = like_cuda(meta_net(cfg, train_cfg), dtype)
-    t = _Allocations()
-    for x in net.buffers(): t.hold(x, 'rest')
-    for p in net.parameters():
-        t.hold(p, 'weights')
-        if p.grad is not None: t.hold(p.grad, 'gradients')
-    _mark_parts(net, t)
-    with t: step(net, batch)
-    return t.peak+Counter(optimizer=2*t.peak['gradients'])
+    tracker = _Allocations()
+    for buffer in net.buffers(): tracker.hold(buffer, 'rest')
+    for parameter in net.parameters():
+        tracker.hold(parameter, 'weights')
+        if parameter.grad is not None: tracker.hold(parameter.grad, 'gradients')
+    _mark_parts(net, tracker)
+    with tracker: step(net, batch)
+    return tracker.peak+Counter(optimizer=2*tracker.peak['gradients'])
 
 # %% ../../nbs/73_tools.plan.ipynb #1db85404
-def _bookkeeping(samples:int, batch_size:int, gpus:int=1, accumulation:int=1, epochs:int=1)->dict[str,int]:
+def _bookkeeping(samples:int, batch_size:int, gpus:int=1, accumulation:int=1,
+    epochs:int=1)->dict[str,int]:
     """Returns how a data set, the batch of a device, devices and accumulation add up. Iterations of an epoch
     are whole ones: what is left over waits for the next."""
     per_epoch = samples//(batch_size*gpus)
@@ -253,29 +261,34 @@ class _Size(NamedTuple):
 
 # %% ../../nbs/73_tools.plan.ipynb #1c02352f
 # where a GPU that shares nothing needs the same memory
-_ALONE:dict = dict(sharding='ddp', reduce_every_micro_batch=False, offload_optimizer=False,
+_ALONE:dict = dict(sharding='ddp', reduce_every_micro_batch=False,
+    offload_optimizer=False,
     offload_params=False, gradient_accumulation_steps=1, max_training_steps=1,
     max_training_samples=None, num_workers=1)
 _KNOWN:dict[tuple,Any] = {}
 
 def _alone(measure, vlm_cfg, train_cfg):
     "What is measured of a GPU that shares nothing, measured once."
-    cfgs = vlm_cfg,evolve(train_cfg, **_ALONE)
-    key = measure,repr(cfgs)
-    if key not in _KNOWN: _KNOWN[key] = measure(*cfgs)
+    configs = vlm_cfg,evolve(train_cfg, **_ALONE)
+    key = measure,repr(configs)
+    if key not in _KNOWN: _KNOWN[key] = measure(*configs)
     return _KNOWN[key]
-
-# %% ../../nbs/73_tools.plan.ipynb #64aa0001
-def _count(params): return sum(p.numel() for p in params)
 
 # %% ../../nbs/73_tools.plan.ipynb #96283e17
 def _measure_sizes(vlm_cfg, train_cfg):
     parts = {}
     for name,part in meta_net(vlm_cfg, train_cfg).named_children():
-        blocks = [_count(b.parameters()) for b in getattr(part, 'blocks', [])]
-        learning = _count(p for p in part.parameters() if p.requires_grad)
-        stored = sum(p.nbytes for p in part.parameters())
-        parts[name] = _Size(_count(part.parameters()), stored, learning, max(blocks, default=0), sum(blocks))
+        total = 0
+        stored = 0
+        trained = 0
+        for parameter in part.parameters():
+            total += parameter.numel()
+            stored += parameter.nbytes
+            if parameter.requires_grad: trained += parameter.numel()
+        blocks = []
+        for block in getattr(part, 'blocks', []):
+            blocks.append(sum(p.numel() for p in block.parameters()))
+        parts[name] = _Size(total, stored, trained, max(blocks, default=0), sum(blocks))
     return parts
 
 # %% ../../nbs/73_tools.plan.ipynb #e12f0e81
@@ -302,44 +315,44 @@ class Memory(NamedTuple):
         "All of it."
         return sum(self)
 
-# %% ../../nbs/73_tools.plan.ipynb #1d762166
-def _gathered(cfg, parameters, sharding):
-    "Bytes of whole weights that a rank holds beside its part."
-    a = 4 if cfg.dtype=='float32' else 2
-    blocks = sum(s.blocks for s in parameters.values())
-    kept = blocks if sharding=='zero2' else 2*max(s.largest_block for s in parameters.values())
-    return a*kept+4*(sum(s.total for s in parameters.values())-blocks) # embedding and norms
-
-def _largest_unit(parameters):
-    "Numbers of a block, or of all that is in none: so many gradients are whole while they are exchanged."
-    rest = sum(s.total-s.blocks for s in parameters.values())
-    return max(rest, *(s.largest_block for s in parameters.values()))
-
 # %% ../../nbs/73_tools.plan.ipynb #23118882
-def memory(vlm_cfg:VLMConfig, c:TrainConfig, gpus:int=1)->Memory: # ranks; of one GPU
+def memory(vlm_cfg:VLMConfig, train_cfg:TrainConfig, gpus:int=1)->Memory: # ranks; of one GPU
     "Returns what a run needs at its highest point."
-    peak = _alone(peak_memory, vlm_cfg, c)
-    parameters = sizes(vlm_cfg, c)
-    stored = sum(size.stored for size in parameters.values())
-    trained = sum(size.trained for size in parameters.values())
-    sharding = 'ddp' if gpus==1 else c.sharding
+    peak = _alone(peak_memory, vlm_cfg, train_cfg)
+    stored = 0
+    trained = 0
+    blocks = 0
+    rest = 0 # embedding and norms
+    largest = 0
+    for size in sizes(vlm_cfg, train_cfg).values():
+        stored += size.stored
+        trained += size.trained
+        blocks += size.blocks
+        rest += size.total-size.blocks
+        largest = max(largest, size.largest_block)
+    sharding = 'ddp' if gpus==1 else train_cfg.sharding
     share = 1 if sharding=='ddp' else gpus
-    whole = c.gradient_accumulation_steps>1 and not c.reduce_every_micro_batch
+    whole = train_cfg.gradient_accumulation_steps>1 and not train_cfg.reduce_every_micro_batch
     per = bytes_per_parameter(sharding, share, accumulating=whole)
-    away = c.offload_params and sharding=='zero3'
+    away = train_cfg.offload_params and sharding=='zero3'
     gradients = trained*per['gradients']
-    if share>1 and not whole: gradients += 4*min(_largest_unit(parameters), trained)
+    # those of a block, or of all that is in none, are whole while they are exchanged
+    if share>1 and not whole: gradients += 4*min(max(rest, largest), trained)
     # of all experts, where `peak_memory` has one layer for them
     copies = peak['copies']*stored/peak['weights']
-    if sharding!='ddp': copies = _gathered(c, parameters, sharding)
+    if sharding!='ddp': # whole weights that a rank holds beside its part
+        gathered = blocks if sharding=='zero2' else 2*largest
+        copies = (4 if train_cfg.dtype=='float32' else 2)*gathered+4*rest
     weights = 0 if away else stored/share
-    moments = 0 if away or c.offload_optimizer else trained*per['moments']
-    return Memory(weights, copies, gradients, moments, *(peak[part] for part in Memory._fields[4:]))
+    moments = 0 if away or train_cfg.offload_optimizer else trained*per['moments']
+    return Memory(weights, copies, gradients, moments,
+        *(peak[part] for part in Memory._fields[4:]))
 
 # %% ../../nbs/73_tools.plan.ipynb #86a35b03
 USABLE = .9 # share of a GPU's memory that a plan may fill
 
-def _until_it_fits(vlm_cfg:VLMConfig, train_cfg:TrainConfig, gpus:int, gib:float)->list[tuple[Remedy,float]]:
+def _until_it_fits(vlm_cfg:VLMConfig, train_cfg:TrainConfig, gpus:int,
+    gib:float)->list[tuple[Remedy,float]]:
     """Returns what to change, in order, until a GPU of so many GiB is large enough: remedies and the bytes
     needed after each; the last may still be too many."""
     needed = memory(vlm_cfg, train_cfg, gpus).total
@@ -366,66 +379,80 @@ class PackEstimate(NamedTuple):
 # %% ../../nbs/73_tools.plan.ipynb #19f32551
 def typical_pack(vlm_cfg:VLMConfig, train_cfg:TrainConfig)->PackEstimate: # length and limits of a pack
     "Returns an assumption, where nothing was measured."
-    return PackEstimate(_most_tiles(vlm_cfg, train_cfg)/2, vlm_cfg.lm_max_length/4, 8, vlm_cfg.lm_max_length)
+    return PackEstimate(_most_tiles(vlm_cfg, train_cfg)/2, vlm_cfg.lm_max_length/4,
+        8, vlm_cfg.lm_max_length)
 
 # %% ../../nbs/73_tools.plan.ipynb #aa1c9d2d
-def update_flops(vlm_cfg:VLMConfig, c:TrainConfig, pack:PackEstimate)->dict[str,float]: # an average one
-    "Returns the FLOPs of one GPU in an update: `useful`, and `all` that it executes."
-    n = c.batch_size*c.gradient_accumulation_steps
-    learning = {name:s.trained for name,s in sizes(vlm_cfg, c).items() if s.trained}
-    how:dict[str,Any] = dict(adapters=learning if c.lora_rank else None, cache_features=c.cache_features,
-        last_blocks=c.language_last_blocks if 'decoder' in learning else None,
-        vision_checkpointing=c.vision_checkpointing, language_checkpointing=c.language_checkpointing)
-    documents = max(round(pack.documents), 1)*n
-    lens = [pack.tokens*n/documents]*documents
-    parts = step_flops(vlm_cfg, pack.tiles*n, lens, pack.targets*n, max(n*vlm_cfg.lm_max_length, sum(lens)),
-                       set(learning), 16*pack.tiles*n*vlm_cfg.tiles_per_window**2,
-                       16*pack.tiles*n*min(pack.tiles, vlm_cfg.most_tiles), **how)
+def update_flops(vlm_cfg:VLMConfig, train_cfg:TrainConfig,
+    pack:PackEstimate)->dict[str,float]:
+    "Returns the FLOPs of one GPU in an update of average packs: `useful`, and `all` that it executes."
+    packs = effective_batch_size(train_cfg)
+    trained = {name:size.trained for name,size in sizes(vlm_cfg, train_cfg).items() if size.trained}
+    tiles = pack.tiles*packs
+    documents = max(round(pack.documents), 1)*packs
+    lengths = [pack.tokens*packs/documents]*documents
+    parts = step_flops(vlm_cfg, tiles, lengths, pack.targets*packs,
+        max(packs*vlm_cfg.lm_max_length, sum(lengths)), set(trained),
+        16*tiles*vlm_cfg.tiles_per_window**2, 16*tiles*min(pack.tiles, vlm_cfg.most_tiles),
+        adapters=trained if train_cfg.lora_rank else None,
+        cache_features=train_cfg.cache_features,
+        last_blocks=train_cfg.language_last_blocks if 'decoder' in trained else None,
+        vision_checkpointing=train_cfg.vision_checkpointing,
+        language_checkpointing=train_cfg.language_checkpointing)
     return dict(useful=useful_flops(parts), all=all_flops(parts))
 
 # %% ../../nbs/73_tools.plan.ipynb #c0de0002
 def checkpoint_bytes(vlm_cfg:VLMConfig, train_cfg:TrainConfig)->int: # the model; what learns
     "Returns the size of a checkpoint: weights and moments; adapters alone."
     parts = sizes(vlm_cfg, train_cfg)
-    if train_cfg.lora_rank: return 12*sum(s.trained for s in parts.values())
-    return sum(4*s.total+8*s.trained for s in parts.values())
+    if train_cfg.lora_rank: return 12*sum(size.trained for size in parts.values())
+    return sum(4*size.total+8*size.trained for size in parts.values())
 
 # %% ../../nbs/73_tools.plan.ipynb #2a10b639
 def _checkpoints_kept(train_cfg:TrainConfig)->int: # at the same time, with the best and the one being written
     "Returns how many checkpoints lie on the disk."
-    c = train_cfg
     total = checkpoints_written(train_cfg, train_cfg.max_training_steps)
-    return total if c.max_keep_ckpts==-1 else min(total, c.max_keep_ckpts+2)
+    if train_cfg.max_keep_ckpts==-1: return total
+    return min(total, train_cfg.max_keep_ckpts+2)
 
 # %% ../../nbs/73_tools.plan.ipynb #92531776
-def _sent(vlm_cfg, c, gpus):
+def _sent(vlm_cfg, train_cfg, gpus):
     "Bytes that a GPU sends in an update."
-    parameters = sizes(vlm_cfg, c)
-    copy = 4 if c.dtype=='float32' else 2
-    total = sum(size.total for size in parameters.values())
-    trained = sum(size.trained for size in parameters.values())
-    sent = bytes_sent(c.sharding, gpus, copy, c.gradient_accumulation_steps, c.reduce_every_micro_batch)
-    rest = total-sum(s.blocks for s in parameters.values()) # travels in float32, and once a micro-batch
-    units = total-rest+rest*4/copy/(2 if c.sharding=='zero3' else 1)
-    return units*sent['weights']+trained*sent['gradients']
+    blocks = 0
+    rest = 0 # travels in float32, and once a micro-batch
+    trained = 0
+    for size in sizes(vlm_cfg, train_cfg).values():
+        blocks += size.blocks
+        rest += size.total-size.blocks
+        trained += size.trained
+    width = 4 if train_cfg.dtype=='float32' else 2
+    sent = bytes_sent(train_cfg.sharding, gpus, width,
+        train_cfg.gradient_accumulation_steps,
+        train_cfg.reduce_every_micro_batch)
+    rest_in_units = rest*4/width
+    if train_cfg.sharding=='zero3': rest_in_units /= 2
+    return (blocks+rest_in_units)*sent['weights']+trained*sent['gradients']
 
 _EACH = dict(reduce_every_micro_batch=True)
 # columns of the table
-_WAYS:dict[str,dict] = {'ddp':{}, 'zero2':dict(sharding='zero2'), 'zero2 each':dict(sharding='zero2')|_EACH,
+_WAYS:dict[str,dict] = {'ddp':{}, 'zero2':dict(sharding='zero2'),
+    'zero2 each':dict(sharding='zero2')|_EACH,
     'zero3':dict(sharding='zero3'), 'zero3 each':dict(sharding='zero3')|_EACH,
     'offloaded':dict(sharding='zero3', offload_optimizer=True, offload_params=True)}
 
-def _memory_table(vlm_cfg:VLMConfig, c:TrainConfig, gpus:int)->dict[str,dict[str,float]]:
+def _memory_table(vlm_cfg:VLMConfig, train_cfg:TrainConfig,
+    gpus:int)->dict[str,dict[str,float]]:
     """Returns memory for each way to share it: column -> part -> bytes, with `together` and `recomputed`,
     and what a GPU sends to others in an update, `sent`."""
-    base = evolve(c, sharding='ddp', reduce_every_micro_batch=False, eval_backend='auto',
-                  offload_optimizer=False, offload_params=False)
+    base = evolve(train_cfg, sharding='ddp', reduce_every_micro_batch=False,
+        eval_backend='auto',
+        offload_optimizer=False, offload_params=False)
     recompute = evolve(base, vision_checkpointing=True, language_checkpointing=True)
-    alone = {'ddp' if gpus>1 else 'one GPU':{}, 'offloaded':dict(offload_optimizer=True)}
+    ways = {'ddp' if gpus>1 else 'one GPU':{}, 'offloaded':dict(offload_optimizer=True)}
+    if gpus>1 and not train_cfg.cache_features: ways = _WAYS
     table = {}
-    ways = _WAYS if gpus>1 and not c.cache_features else alone
     for name,how in ways.items():
-        if 'each' in name and c.gradient_accumulation_steps==1: continue
+        if 'each' in name and train_cfg.gradient_accumulation_steps==1: continue
         usual = memory(vlm_cfg, evolve(base, **how), gpus)
         less = memory(vlm_cfg, evolve(recompute, **how), gpus)
         table[name] = usual._asdict()|dict(together=usual.total, recomputed=less.total)
@@ -433,7 +460,8 @@ def _memory_table(vlm_cfg:VLMConfig, c:TrainConfig, gpus:int)->dict[str,dict[str
     return table
 
 # %% ../../nbs/73_tools.plan.ipynb #92531777
-def _on_device(name:str, flops:float, updates:int, needed:float, steps:list[tuple[Remedy,float]])->dict:
+def _on_device(name:str, flops:float, updates:int, needed:float,
+    steps:list[tuple[Remedy,float]])->dict:
     """Returns what a run of so many updates is like on one kind of GPU of `GPUS`: `seconds` of an update,
     `hours` of the run, `memory` in GiB, `fits`, `remedies`. An update takes `flops` at the peak and `needed`
     bytes; `steps` are from `_until_it_fits` for the smallest GPU."""
@@ -446,7 +474,8 @@ def _on_device(name:str, flops:float, updates:int, needed:float, steps:list[tupl
         if needed<=room: break
         remedies.append(dict(changes=remedy.changes, price=remedy.price, gib=left/GB))
         needed = left
-    return dict(seconds=seconds, hours=seconds*updates/3600, memory=gpu.memory, fits=fits, remedies=remedies)
+    return dict(seconds=seconds, hours=seconds*updates/3600, memory=gpu.memory,
+        fits=fits, remedies=remedies)
 
 # %% ../../nbs/73_tools.plan.ipynb #92531778
 def _epochs(cfg, gpus, pack, packs, samples, epochs):
@@ -457,54 +486,61 @@ def _epochs(cfg, gpus, pack, packs, samples, epochs):
     passes = epochs or cfg.max_epochs or 1
     least = cfg.batch_size*gpus # an estimate refuses nothing
     rows = max(round(samples/pack.documents), least)
-    books = _bookkeeping(rows, cfg.batch_size, gpus, cfg.gradient_accumulation_steps, passes)
+    books = _bookkeeping(rows, cfg.batch_size, gpus,
+        cfg.gradient_accumulation_steps, passes)
     return books|dict(samples=samples, at_most=at_most, epochs=passes,
         passes=packs*pack.documents*cfg.max_training_steps/samples)
 
 # %% ../../nbs/73_tools.plan.ipynb #9a651531
-def _setting(cfg, gpus):
-    fields = ('reduce_every_micro_batch','offload_optimizer','offload_params','vision_checkpointing',
-              'language_checkpointing')
-    return ', '.join([cfg.sharding if gpus>1 else 'one GPU', *(n for n in fields if getattr(cfg, n))])
+_SAVES_MEMORY = ('reduce_every_micro_batch','offload_optimizer',
+    'offload_params','vision_checkpointing',
+    'language_checkpointing')
 
 # %% ../../nbs/73_tools.plan.ipynb #3e3d84c0
-def make_plan(vlm_cfg:VLMConfig, train_cfg:TrainConfig, gpus:int=1, devices:tuple=DEVICES, mfu:float=MFU,
+def make_plan(vlm_cfg:VLMConfig, train_cfg:TrainConfig, gpus:int=1,
+    devices:tuple=DEVICES, mfu:float=MFU,
     pack:PackEstimate|None=None, # an average one; None: `typical_pack`
     samples:int|None=None, epochs:int|None=None)->dict: # of the data set, passes over it; None: as configured
     "Returns what a run costs in sections of plain numbers and texts; `mfu` is the share of the peak."
     require(mfu>0, f'mfu is {mfu}: give a share above 0')
-    v = vlm_cfg
-    c = train_cfg
     pack = pack or typical_pack(vlm_cfg, train_cfg)
-    packs = effective_batch_size(c, gpus)
-    parts = sizes(v, c)
-    c = evolve(c, max_training_steps=updates_of_run(c, packs*pack.documents), max_training_samples=None)
-    need = memory(v, c, gpus).total
-    work = update_flops(v, c, pack)
-    steps = _until_it_fits(v, c, gpus, min(known_gpu(d).memory for d in devices))
-    return dict(gpus=gpus, mfu=mfu, updates=c.max_training_steps, in_samples=train_cfg.max_training_samples,
-        pack=pack._asdict(), most_tiles=_most_tiles(v, c), pack_length=v.lm_max_length,
-        parameters={n:dict(total=s.total, trained=s.trained) for n,s in parts.items()},
-        memory=_memory_table(v, c, gpus), needed=need/GB, setting=_setting(c, gpus),
-        work=work|dict(packs=packs, tokens=packs*pack.tokens),
-        devices={d:_on_device(d, work['all']/mfu, c.max_training_steps, need, steps) for d in devices},
-        batch=dict(batch_size=c.batch_size, gpus=gpus, accumulation=c.gradient_accumulation_steps,
-                   splits=splits(packs, gpus)),
-        disk=dict(checkpoint=checkpoint_bytes(v, c), kept=_checkpoints_kept(c)),
-        epochs=_epochs(c, gpus, pack, packs, samples, epochs), notes=lint(c, ranks=gpus, epochs=epochs))
+    packs = effective_batch_size(train_cfg, gpus)
+    updates = train_cfg.length.updates(packs*pack.documents)
+    cfg = evolve(train_cfg, max_training_steps=updates, max_training_samples=None)
+    setting:list[str] = [cfg.sharding if gpus>1 else 'one GPU']
+    for field in _SAVES_MEMORY:
+        if getattr(cfg, field): setting.append(field)
+    parameters = {}
+    for name,size in sizes(vlm_cfg, cfg).items():
+        parameters[name] = dict(total=size.total, trained=size.trained)
+    needed = memory(vlm_cfg, cfg, gpus).total
+    work = update_flops(vlm_cfg, cfg, pack)
+    smallest = min(known_gpu(name).memory for name in devices)
+    steps = _until_it_fits(vlm_cfg, cfg, gpus, smallest)
+    on_devices = {}
+    for name in devices:
+        on_devices[name] = _on_device(name, work['all']/mfu, cfg.max_training_steps,
+            needed, steps)
+    return dict(gpus=gpus, mfu=mfu, updates=cfg.max_training_steps,
+        in_samples=train_cfg.max_training_samples, pack=pack._asdict(),
+        most_tiles=_most_tiles(vlm_cfg, cfg), pack_length=vlm_cfg.lm_max_length,
+        parameters=parameters, memory=_memory_table(vlm_cfg, cfg, gpus), needed=needed/GB,
+        setting=', '.join(setting), work=work|dict(packs=packs, tokens=packs*pack.tokens),
+        devices=on_devices, batch=dict(batch_size=cfg.batch_size, gpus=gpus,
+            accumulation=cfg.gradient_accumulation_steps, splits=splits(packs, gpus)),
+        disk=dict(checkpoint=checkpoint_bytes(vlm_cfg, cfg), kept=_checkpoints_kept(cfg)),
+        epochs=_epochs(cfg, gpus, pack, packs, samples, epochs),
+        notes=lint(cfg, ranks=gpus, epochs=epochs))
 
 # %% ../../nbs/73_tools.plan.ipynb #49ac6fa1
 _NAMES = dict(vision_encoder='vision tower', MP='projector', decoder='language model',
-    copies='16-bit and gathered copies', rest='loss, backward pass', recomputed='all recomputed',
+    copies='16-bit and gathered copies', rest='loss, backward pass',
+    recomputed='all recomputed',
     sent='sent per update')
 
-def _rows(rows):
-    "Lines of a table: a name and numbers that are aligned to the right."
-    lines = []
-    for name,*cells in rows:
-        numbers = ''.join(f'{cell:>12}' for cell in cells)
-        lines.append(f'  {name:<28}{numbers}')
-    return lines
+def _row(name, *cells):
+    "A line of a table: a name, and numbers that are aligned to the right."
+    return aligned(('', name, *cells), (2, -28, *[12]*len(cells)))
 
 # %% ../../nbs/73_tools.plan.ipynb #e6b6a9e5
 def _parameters_text(plan):
@@ -520,55 +556,65 @@ def _memory_text(plan):
     table = plan['memory']
     unit,size = fitting_unit(max(row['together'] for row in table.values()), BYTES)
     title = f"{unit} on each of {plan['gpus']} GPUs" if plan['gpus']>1 else unit
-    rows = [(title,*table)]
+    lines = [_row(title, *table)]
     for part in next(iter(table.values())):
-        rows.append((_NAMES.get(part, part), *(f'{row[part]/size:.1f}' for row in table.values())))
-    return [*_rows(rows),
+        cells = [f'{column[part]/size:.1f}' for column in table.values()]
+        lines.append(_row(_NAMES.get(part, part), *cells))
+    return [*lines,
         f"  as configured ({plan['setting']}): {with_unit(plan['needed']*GB, BYTES)}, for packs of "
         f"{plan['pack_length']} tokens and {plan['most_tiles']} tiles, the fullest there can be"]
 
 # %% ../../nbs/73_tools.plan.ipynb #49ac6fa2
-def _device_text(name, d):
-    run = with_unit(3600*d['hours'], {'h':3600, 'min':60, 's':1, 'ms':.001})
-    lines = _rows([(name, with_unit(d['seconds'], {'s':1, 'ms':.001}, 2), run, f"{d['memory']:g} GiB",
-                    'fits' if d['fits'] else 'too small')])
-    for k,r in enumerate(d['remedies']):
-        changes = ', '.join(f'{f} {v}' for f,v in r['changes'].items())
-        needed = with_unit(r['gib']*GB, BYTES)
-        lines.append(f"      {'first' if k==0 else 'then '} {changes}: {needed} ({r['price']})")
-    enough = d['remedies'] and d['remedies'][-1]['gib']<=USABLE*d['memory']
-    return lines if d['fits'] or enough else [*lines,
-        '      and still too small: take a larger GPU or a smaller model']
+def _device_text(name, device):
+    update = with_unit(device['seconds'], {'s':1, 'ms':.001}, 2)
+    run = with_unit(3600*device['hours'], {'h':3600, 'min':60, 's':1, 'ms':.001})
+    memory = device['memory']
+    enough = device['fits']
+    lines = [_row(name, update, run, f'{memory:g} GiB', 'fits' if enough else 'too small')]
+    order = 'first'
+    for remedy in device['remedies']:
+        changes = ', '.join(f'{field} {value}' for field,value in remedy['changes'].items())
+        needed = with_unit(remedy['gib']*GB, BYTES)
+        lines.append(f"      {order:<5} {changes}: {needed} ({remedy['price']})")
+        order = 'then'
+        enough = remedy['gib']<=USABLE*memory
+    if not enough:
+        lines.append('      and still too small: take a larger GPU or a smaller model')
+    return lines
 
 # %% ../../nbs/73_tools.plan.ipynb #49ac6fa3
 def _work_text(plan):
-    w = plan['work']
-    p = plan['pack']
-    b = plan['batch']
-    updates = plan['updates']
-    others = ', '.join(f'{x} x {g} x {a}' for x,a,g in b['splits'])
-    tokens = with_unit(w['tokens']*updates, COUNTS, 2)
-    length = (f"{updates} updates" if plan['in_samples'] is None
-              else f"{plan['in_samples']} samples, about {updates} updates")
-    return [f"Update: {b['batch_size']} x {b['gpus']} x {b['accumulation']} = {w['packs']} packs "
-            f"(batch_size x GPUs x accumulation; the same: {others})",
-        f"  an average pack has {p['tokens']:.0f} tokens, {p['tiles']:.1f} tiles, {p['targets']:.0f} targets "
-        f"and {p['documents']:.1f} samples: {with_unit(w['all'], OPERATIONS, 0)} on each GPU, "
-        f"{w['useful']/w['all']:.0%} of them useful", f'  {length}: {tokens} tokens']
+    work = plan['work']
+    pack = plan['pack']
+    batch = plan['batch']
+    length = f"{plan['updates']} updates"
+    if plan['in_samples'] is not None:
+        length = f"{plan['in_samples']} samples, about {length}"
+    tokens = with_unit(work['tokens']*plan['updates'], COUNTS, 2)
+    others = ', '.join(f'{size} x {gpus} x {steps}' for size,steps,gpus in batch['splits'])
+    return [f"Update: {batch['batch_size']} x {batch['gpus']} x {batch['accumulation']} = {work['packs']} "
+            f"packs (batch_size x GPUs x accumulation; the same: {others})",
+        f"  an average pack has {pack['tokens']:.0f} tokens, {pack['tiles']:.1f} tiles, "
+        f"{pack['targets']:.0f} targets and {pack['documents']:.1f} samples: "
+        f"{with_unit(work['all'], OPERATIONS, 0)} on each GPU, "
+        f"{work['useful']/work['all']:.0%} of them useful",
+        f'  {length}: {tokens} tokens']
 
 # %% ../../nbs/73_tools.plan.ipynb #077ce6f1
 def _epochs_text(plan):
-    e = plan['epochs']
-    if not e: return []
-    size = f"{e['samples']} samples"
-    passes = f"{e['passes']:.1f} passes"
-    epochs = '1 epoch' if e['epochs']==1 else f"{e['epochs']} epochs"
-    if e['at_most']:
+    counts = plan['epochs']
+    if not counts: return []
+    size = f"{counts['samples']} samples"
+    passes = f"{counts['passes']:.1f} passes"
+    epochs = f"{counts['epochs']} epochs"
+    if counts['epochs']==1: epochs = '1 epoch'
+    if counts['at_most']:
         size = f'at most {size} (data_cutoff_idx; give --samples, the size of the data set)'
         passes = f'at least {passes}'
-    return [f"Epochs: {size} in packs of {plan['pack']['documents']:.1f}: {e['iterations_per_epoch']} "
-        f"iterations an epoch; {epochs}: {e['total_iterations']} iterations, "
-        f"{e['updates']} updates", f"  {plan['updates']} updates as configured are {passes} over the data"]
+    return [f"Epochs: {size} in packs of {plan['pack']['documents']:.1f}: {counts['iterations_per_epoch']} "
+            f"iterations an epoch; {epochs}: {counts['total_iterations']} iterations, "
+            f"{counts['updates']} updates",
+        f"  {plan['updates']} updates as configured are {passes} over the data"]
 
 # %% ../../nbs/73_tools.plan.ipynb #49ac6fa4
 def _plan_text(plan:dict)->str: # from `make_plan`; lines for a terminal
@@ -577,17 +623,19 @@ def _plan_text(plan:dict)->str: # from `make_plan`; lines for a terminal
     size = plan['disk']['checkpoint']
     noun = 'checkpoints' if kept>1 else 'checkpoint'
     disk = f"Disk: {kept} {noun} at most, each of {with_unit(size, STORED)}: {with_unit(kept*size, STORED)}"
-    devices = _rows([(f"Time at {plan['mfu']:.0%} of the peak", 'an update', 'the run', 'memory', '')])
+    devices = [_row(f"Time at {plan['mfu']:.0%} of the peak", 'an update', 'the run', 'memory', '')]
     for name,device in plan['devices'].items(): devices += _device_text(name, device)
-    start = [f"Starts from {plan['start']}"] if 'start' in plan else []
-    end = [*_work_text(plan), disk, *_epochs_text(plan), *(f'Note: {n}' for n in plan['notes'])]
-    sections = start+_parameters_text(plan),_memory_text(plan),devices,end
-    return '\n\n'.join('\n'.join(s) for s in sections)
+    start = _parameters_text(plan)
+    if 'start' in plan: start.insert(0, f"Starts from {plan['start']}")
+    end = [*_work_text(plan), disk, *_epochs_text(plan)]
+    for note in plan['notes']: end.append(f'Note: {note}')
+    return '\n\n'.join(map('\n'.join, (start,_memory_text(plan),devices,end)))
 
 # %% ../../nbs/73_tools.plan.ipynb #64aa0002
-def main(values:Namespace)->None: # from `cli.plan_parser`
-    "Command `nanovlm plan`: what a run will cost."
-    begin,v,t,lines = foresee_start(values.vlm_cfg, values.train_cfg, values.gpus)
-    plan = make_plan(v, t, values.gpus, tuple(values.gpu), values.mfu, None, values.samples, values.epochs)
-    plan = dict(start=begin.origin)|plan|dict(notes=[*lines, *plan['notes']])
-    say(_plan_text(plan))
+def show_plan(vlm_cfg:VLMConfig, train_cfg:TrainConfig, gpus:int=1,
+    devices:tuple=DEVICES, mfu:float=MFU,
+    samples:int|None=None, epochs:int|None=None)->None: # see `make_plan`
+    "Prints what a run will cost, from what it starts with."
+    start,vlm_cfg,train_cfg,lines = foresee_start(vlm_cfg, train_cfg, gpus)
+    plan = make_plan(vlm_cfg, train_cfg, gpus, devices, mfu, None, samples, epochs)
+    say(_plan_text(dict(start=start.origin)|plan|dict(notes=[*lines, *plan['notes']])))

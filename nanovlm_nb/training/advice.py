@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any,NamedTuple
 
 from ..core.fields import WITH_WARMUP
-from ..core.config import effective_batch_size,TrainConfig,updates_of_run,VLMConfig
+from ..core.config import effective_batch_size,TrainConfig,VLMConfig
 from ..data.loader import loader_workers
 
 # %% ../../nbs/52_training.advice.ipynb #07a48b23
@@ -166,7 +166,7 @@ def checkpoints_written(cfg:TrainConfig, updates:int)->int: # of the run
 # %% ../../nbs/52_training.advice.ipynb #ba6542eb
 def _save_notes(c:TrainConfig)->list[str]:
     "Returns what is odd about the checkpoints, a line for each."
-    updates = updates_of_run(c)
+    updates = c.length.updates()
     every = c.save_interval or (c.eval_interval if c.eval_in_epochs else 0)
     if not every: return ['save_interval is 0 and eval_in_epochs False: only the end is saved']
     advised = ('50 to 100 with max_keep_ckpts 3 while you try whether a run works, '

@@ -14,6 +14,7 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -30,7 +31,7 @@ from ..core.usage import MissingFile,UsageError,require
 from ..model.vlm import VisionLanguageModel
 from ..model.minimind import save_pth
 from ..model.pretrained import beside_base
-from .shard import begin_state,pieces_of,reshard,use_whole
+from .shard import begin_state,on_cpu,pieces_of,reshard,use_whole
 
 # %% ../../nbs/48_training.checkpoint.ipynb #17b21a86
 def _flat_state(model:nn.Module, optimizer:torch.optim.Optimizer)->dict[str,Tensor]: # plain; in its memory
@@ -55,11 +56,13 @@ class _PieceWriter(HuggingFaceStorageWriter):
             pieces[name] = planner.resolve_data(item).detach().cpu().contiguous()
             begins[name] = dict(saved_offsets=list(item.tensor_data.chunk.offsets))
         file = Path(self.path)/f"rank_{plan.storage_data['shard_index']-1}.safetensors"
-        if pieces: save_file(pieces, file, dict(DCP_SHARDING_INFO=json.dumps(begins)))
+        if pieces:
+            save_file(pieces, file, dict(DCP_SHARDING_INFO=json.dumps(begins)))
         return super().write_data(replace(plan, items=[]), planner) # nothing is left to write
 
 # %% ../../nbs/48_training.checkpoint.ipynb #0f7be492
-def _first(e): return min(e.failures.items())[1][0] # what went wrong on the first rank that could not
+def _first(e):
+    return min(e.failures.items())[1][0] # what went wrong on the first rank that could not
 
 # %% ../../nbs/48_training.checkpoint.ipynb #b3be092b
 def _dcp(action, tensors, dist, **how):
@@ -71,7 +74,9 @@ def _dcp(action, tensors, dist, **how):
 # %% ../../nbs/48_training.checkpoint.ipynb #c4b939bd
 def _save_optimizer(folder:Path, state:dict[str,Tensor], dist:Dist)->None: # see `_flat_state`; all ranks call
     "Writes an optimizer's state, every rank its part; raises what went wrong."
-    try: _dcp(dcp.save, state, dist, storage_writer=_PieceWriter(str(folder), save_distributed=True))
+    try:
+        _dcp(dcp.save, state, dist,
+            storage_writer=_PieceWriter(str(folder), save_distributed=True))
     except CheckpointException as e: raise _first(e) from e
 
 # %% ../../nbs/48_training.checkpoint.ipynb #3ab4f981
@@ -81,7 +86,8 @@ def load_optimizer(folder:Path, model:nn.Module, # from `_save_optimizer`; unwra
     "Reads an optimizer's state; learning rates and other options stay those of this run."
     begin_state(optimizer)
     flat = _flat_state(model, optimizer) # filled in place
-    try: _dcp(dcp.load, flat, dist, storage_reader=HuggingFaceStorageReader(str(folder)))
+    try:
+        _dcp(dcp.load, flat, dist, storage_reader=HuggingFaceStorageReader(str(folder)))
     except CheckpointException as e:
         first = _first(e)
         why = (str(first).strip() or type(first).__name__).splitlines()[0]
@@ -89,8 +95,10 @@ def load_optimizer(folder:Path, model:nn.Module, # from `_save_optimizer`; unwra
     for name,p in model.named_parameters():
         state = optimizer.state.get(p, {})
         for key,value in state.items():
-            if isinstance(value, (int,float)): state[key] = type(value)(flat[f'{name}.{key}'].item())
-        if 'step' in state and not state['step']: optimizer.state.pop(p) # it begins with its first update
+            if isinstance(value, (int,float)):
+                state[key] = type(value)(flat[f'{name}.{key}'].item())
+        if 'step' in state and not state['step']:
+            optimizer.state.pop(p) # it begins with its first update
 
 # %% ../../nbs/48_training.checkpoint.ipynb #ef67448d
 def check_checkpoint(checkpoint:Path, name:str|None=None, # how the message calls it
@@ -99,7 +107,8 @@ def check_checkpoint(checkpoint:Path, name:str|None=None, # how the message call
     "Raises MissingFile if a checkpoint is not complete, UsageError if it is damaged."
     def look():
         missing = ', '.join(missing_pieces(checkpoint))
-        if missing: raise MissingFile(f'{name or checkpoint} is not a complete checkpoint, '
+        if missing:
+            raise MissingFile(f'{name or checkpoint} is not a complete checkpoint, '
             f'it lacks {missing}: choose another')
         wrong = damaged_pieces(checkpoint)
         require(not wrong, f'{name or checkpoint} is damaged: {", ".join(wrong)}. '
@@ -109,23 +118,25 @@ def check_checkpoint(checkpoint:Path, name:str|None=None, # how the message call
 # %% ../../nbs/48_training.checkpoint.ipynb #575ca2b5
 def snapshot(model:nn.Module, # unwrapped `VisionLanguageModel`
     optimizer:torch.optim.Optimizer|None, dist:Dist, # None: weights only; every rank must call
-    copy:bool=False, # so that updates that follow do not change it
+    memory:dict[str,Tensor]|None=None, # of copies, which updates that follow do not change; None: no copies
 )->dict: # 'weights' (on rank 0, or pieces on all), 'optimizer' (or None) and 'rng'
-    "Returns what a checkpoint holds of this rank's memory."
-    def host(tensors):
-        if not copy: return tensors
-        return {name:w.detach().to('cpu', copy=True) for name,w in tensors.items()}
+    "Returns what a checkpoint holds of this rank's memory. Copies take the place of those of the last call."
+    def copied(tensors):
+        if memory is None: return tensors
+        return {name:on_cpu(name, w, memory) for name,w in tensors.items()}
     adapters = getattr(model, 'lora_note', None)
     sharded = is_sharded(model)
-    if sharded: weights = pieces_of(model, bool(adapters), copy)
-    else: weights = model.state_dict() if dist.is_master else {}
-    if adapters: weights = {k:w for k,w in weights.items() if beside_base(k, adapters)}
-    parts:dict = dict(weights=weights if sharded else host(weights), optimizer=None)
+    weights:dict[str,Any] = {}
+    if sharded: weights = pieces_of(model, bool(adapters), memory)
+    elif dist.is_master: weights = model.state_dict()
+    if adapters:
+        weights = {name:w for name,w in weights.items() if beside_base(name, adapters)}
+    parts = dict(weights=weights if sharded else copied(weights), optimizer=None)
     if optimizer is None: return parts
     stateless = begin_state(optimizer)
     state = _flat_state(model, optimizer)
     for p in stateless: optimizer.state.pop(p, None)
-    return parts|dict(optimizer=host(state), rng=rng_state())
+    return parts|dict(optimizer=copied(state), rng=rng_state())
 
 # %% ../../nbs/48_training.checkpoint.ipynb #b442f527
 HOOKS = 'hooks.safetensors' # tensors that hooks remember
@@ -143,7 +154,8 @@ def _write_parts(parts, tmp, state, dist):
     with system_errors(tmp):
         if parts['optimizer'] is not None:
             _save_optimizer(tmp/'optimizer', parts['optimizer'], dist)
-            (tmp/f'rng_{dist.rank}.json').write_text(json.dumps(parts['rng'])+'\n', encoding='utf-8')
+            (tmp/f'rng_{dist.rank}.json').write_text(json.dumps(parts['rng'])+'\n',
+                encoding='utf-8')
         if dist.is_master:
             tensors = {}
             for hook,remembered in state.get('hooks', {}).items():
@@ -152,8 +164,8 @@ def _write_parts(parts, tmp, state, dist):
             if tensors: save_file(tensors, tmp/HOOKS)
             text = json.dumps(state, indent=1, default=lambda tensor: None)
             (tmp/TRAINER_STATE).write_text(text+'\n', encoding='utf-8')
-    own = f'rng_{dist.rank}.json',f'optimizer/rank_{dist.rank}.safetensors'
-    return file_digests(tmp, [name for name in own if (tmp/name).is_file()])
+    names = f'rng_{dist.rank}.json',f'optimizer/rank_{dist.rank}.safetensors'
+    return file_digests(tmp, [name for name in names if (tmp/name).is_file()])
 
 # %% ../../nbs/48_training.checkpoint.ipynb #3f8d7c60
 def _write_checkpoint(parts, model, final, tokenizer, state, dist, then): # on every rank, see `Saver.save`
@@ -165,9 +177,11 @@ def _write_checkpoint(parts, model, final, tokenizer, state, dist, then): # on e
         write_manifest(tmp, written)
         share_files(tmp)
         for p in (*tmp.rglob('*'), tmp): fsync(p)
-        with suppress(OSError): final.rmdir() # an empty directory is nobody's
+        with suppress(OSError):
+            final.rmdir() # an empty directory is nobody's
         if os.path.lexists(final): # the same update is saved twice
-            require(not why_kept(final), f'{final} is in the way, and is not of a run: move it elsewhere')
+            require(not why_kept(final),
+                f'{final} is in the way, and is not of a run: move it elsewhere')
             remove(final)
         tmp.rename(final)
         fsync(final.parent)
@@ -179,7 +193,8 @@ def _write_checkpoint(parts, model, final, tokenizer, state, dist, then): # on e
         digests = on_all(dist, lambda: _write_parts(parts, tmp, state, dist))
         on_master(dist, finish)
     finally:
-        if dist.is_master: remove(tmp) # a part is of no use, and fills the disk
+        if dist.is_master:
+            remove(tmp) # a part is of no use, and fills the disk
 
 # %% ../../nbs/48_training.checkpoint.ipynb #02552f4c
 class Saver:
@@ -187,10 +202,12 @@ class Saver:
     def __init__(self, dist:Dist=Dist(), background:bool=True): # every rank makes one; write in a thread
         self.dist = dist
         self.pool = ThreadPoolExecutor(1, 'checkpoint') if background else None
+        self.memory:Any = {} if background else None # of the copies that are written
         self.writing:Future|None = None
         if background and dist.world_size>1:
             wait = timedelta(seconds=dist.timeout_s)
-            self.dist = replace(dist, cpu_group=torch.distributed.new_group(backend='gloo', timeout=wait))
+            self.dist = replace(dist,
+                cpu_group=torch.distributed.new_group(backend='gloo', timeout=wait))
 
     def save(self, model:nn.Module, run_dir:Path, step:int, # unwrapped, knows how its weights are written
         tokenizer=None, state:dict={}, # saved if it cannot be loaded by name; becomes `trainer_state.json`
@@ -200,9 +217,9 @@ class Saver:
         "Copies what the next update will change, and has it written."
         self.wait()
         final = Path(run_dir)/f'step_{step}'
-        copy = self.pool is not None
-        parts = snapshot(model, optimizer, self.dist, copy)
-        write = partial(_write_checkpoint, parts, model, final, tokenizer, state, self.dist, then)
+        parts = snapshot(model, optimizer, self.dist, self.memory)
+        write = partial(_write_checkpoint, parts, model, final, tokenizer, state, self.dist,
+            then)
         if self.pool is None: write()
         else: self.writing = self.pool.submit(write)
         return final

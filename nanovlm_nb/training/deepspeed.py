@@ -17,11 +17,12 @@ from ..core.config import evolve,TrainConfig
 # %% ../../nbs/46_training.deepspeed.ipynb #1eb1084d
 def flatten(section:dict, prefix:str='')->dict: # nested as in the file; keys of the sections around it
     "Returns dotted keys and their values, without those that are `auto`."
-    found = {}
+    entries = {}
     for key,value in section.items():
-        if isinstance(value, dict): found |= flatten(value, f'{prefix}{key}.')
-        elif value!='auto': found[prefix+key] = value
-    return found
+        if isinstance(value, dict):
+            entries |= flatten(value, f'{prefix}{key}.')
+        elif value!='auto': entries[prefix+key] = value
+    return entries
 
 # %% ../../nbs/46_training.deepspeed.ipynb #fed90c4a
 ZERO = 'zero_optimization.'
@@ -39,7 +40,8 @@ def _take(flat:dict, key:str, values:dict|None=None)->Any: # what its values mea
     "Removes an entry and returns what it means; a UsageError if `values` does not have it."
     value = flat.pop(key, None)
     if value is None or values is None: return value
-    require(value in [*values], f'{key} is {value!r}: give one of {", ".join(map(str, values))}')
+    require(value in [*values],
+        f'{key} is {value!r}: give one of {", ".join(map(str, values))}')
     return values[value]
 
 # %% ../../nbs/46_training.deepspeed.ipynb #e63f88b5
@@ -47,11 +49,11 @@ BATCH = 'train_batch_size','train_micro_batch_size_per_gpu','gradient_accumulati
 
 def batch_sizes(flat:dict, train_cfg:TrainConfig, world_size:int)->dict: # see `flatten`; defaults; ranks
     "Returns packs of a micro-batch and micro-batches of an update: field -> value and entry."
-    given = [_take(flat, name) for name in BATCH]
-    for name,value in zip(BATCH, given):
+    entries = [_take(flat, name) for name in BATCH]
+    for name,value in zip(BATCH, entries):
         require(value is None or type(value) is int and value>0,
             f'{name} is {value!r}: give a whole number above 0, or auto')
-    total,micro,steps = given
+    total,micro,steps = entries
     if micro is None:
         micro = total//(steps*world_size) if total and steps else train_cfg.batch_size
     if steps is None:
@@ -106,14 +108,17 @@ def _translate(
     settings:dict, train_cfg:TrainConfig, world_size:int, # nested as in the file; the run without it; ranks
 )->tuple[TrainConfig,list[str]]: # the run with it; lines for the log
     "Returns the run with DeepSpeed's settings."
-    flat = flatten({'bf16' if k=='bfloat16' else k:v for k,v in settings.items()}) # its older name
+    # its older name
+    flat = flatten({'bf16' if k=='bfloat16' else k:v for k,v in settings.items()})
     clip = _take(flat, 'gradient_clipping')
     fields:dict[str,Any] = {}
     for key,(field,values) in EQUAL.items():
         value = _take(flat, key, values)
         if value is not None: fields[field] = value,key
-    fields |= batch_sizes(flat, train_cfg, world_size)|precision(flat)|optimizer(flat, train_cfg)
-    if clip is not None: fields['max_grad_norm'] = clip or None,'gradient_clipping'
+    fields |= batch_sizes(flat, train_cfg, world_size)
+    fields |= precision(flat)|optimizer(flat, train_cfg)
+    if clip is not None:
+        fields['max_grad_norm'] = clip or None,'gradient_clipping'
     changed = {}
     lines = []
     for field,(value,key) in fields.items():
@@ -129,7 +134,8 @@ def read_deepspeed(
 )->tuple[TrainConfig,list[str]]: # the run with it; lines for the log
     "Returns the run with the settings of a file, which win over its own."
     try:
-        with user_path(): settings = json.loads(Path(path).read_text(encoding='utf-8'))
+        with user_path():
+            settings = json.loads(Path(path).read_text(encoding='utf-8'))
     except (json.JSONDecodeError, UnicodeDecodeError) as e:
         raise UsageError(f'deepspeed_config {path} is no JSON: {e}') from e
     require(isinstance(settings, dict),

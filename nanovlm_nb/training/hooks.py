@@ -45,28 +45,32 @@ def read_bad_updates(run_dir:Path)->list[dict]: # `update`, `reason`, `ids` and 
 # %% ../../nbs/53_training.hooks.ipynb #81e097fd
 def _write_bad_updates(run_dir:Path, records:list[dict])->None: # JSON-able, each with `update`
     "Writes the list anew, all at once."
-    write_atomic(Path(run_dir)/BAD_UPDATES, ''.join(json.dumps(r)+'\n' for r in records))
+    write_atomic(Path(run_dir)/BAD_UPDATES,
+        ''.join(json.dumps(record)+'\n' for record in records))
 
 # %% ../../nbs/53_training.hooks.ipynb #27eeb201
 class BadUpdates(Hook):
     "Writes down what it takes to make a skipped update again; too many in a row end the run."
-    def __init__(self, most:int): # skipped updates in a row
-        self.most = most
+    order = -30
+
+    def __init__(self, limit:int): # skipped updates in a row
+        self.limit = limit
 
     def begin(self, trainer:Trainer)->None:
         "Forgets the updates that will be made again."
         last = trainer.step if trainer.checkpoint else -1
         if not trainer.writes: return
         before = read_bad_updates(trainer.log.run_dir)
-        kept = [r for r in before if r['update']<=last]
+        kept = [record for record in before if record['update']<=last]
         if kept!=before: _write_bad_updates(trainer.log.run_dir, kept)
 
     def note(self, trainer:Trainer, update:Update)->None: # every rank must call
         "Counts a skipped update, and writes down its samples and where its data begin."
         trainer.skipped += 1
         trainer.bad_in_a_row += 1
-        data = None if update.before is None else merge_states(trainer.dist.gather(update.before))
-        bad = dict(update=trainer.step, reason=trainer.refused, ids=update.ids, data=data)
+        data = update.before
+        if data is not None: data = merge_states(trainer.dist.gather(data))
+        bad = dict(update=trainer.step, reason=trainer.refused, ids=update.ids(trainer.dist), data=data)
         run_dir = trainer.log.run_dir
         if trainer.writes: _write_bad_updates(run_dir, [*read_bad_updates(run_dir), bad])
         where = f'; its {update.samples} samples are in bad_updates.jsonl' if run_dir else ''
@@ -81,9 +85,10 @@ class BadUpdates(Hook):
         else: trainer.log.info(f'update {trainer.step} is skipped: {trainer.refused}, '
             f'the loss scale is lowered to {trainer.scaler.get_scale():g}')
         if trainer.refused: figures['skipped_updates'] = trainer.skipped
-        if trainer.bad_in_a_row<self.most: return
+        if trainer.bad_in_a_row<self.limit: return
         again = ''
-        if run_dir: again = (f'Their samples are in {run_dir}/bad_updates.jsonl, '
+        if run_dir:
+            again = (f'Their samples are in {run_dir}/bad_updates.jsonl, '
             f'`nanovlm replay {run_dir} {trainer.step}` makes one again. ')
         advice = '; '.join(stability_advice(trainer.cfg))
         trainer.stop = Unstable(f'{trainer.bad_in_a_row} updates in a row were skipped, '
@@ -98,8 +103,10 @@ def costs(trainer:Trainer)->dict: # from `flops.unit_flops`
     blocks = base.decoder.blocks
     learning = [len(blocks)-i for i,block in enumerate(blocks) if trains(block)]
     last = None
-    if learning and not trains(base.decoder.token_embedding): last = learning[0] # no gradient passes below
-    return unit_flops(base.cfg, parts, last, cfg.vision_checkpointing, cfg.language_checkpointing,
+    if learning and not trains(base.decoder.token_embedding):
+        last = learning[0] # no gradient passes below
+    return unit_flops(base.cfg, parts, last, cfg.vision_checkpointing,
+        cfg.language_checkpointing,
         cfg.cache_features, adapter_sizes(base))
 
 # %% ../../nbs/53_training.hooks.ipynb #9293de43
@@ -121,6 +128,8 @@ def _spent(clock:Clock, since:dict[str,float])->dict[str,float]: # a reading, wh
 # %% ../../nbs/53_training.hooks.ipynb #eae1ca76
 class Meters(Hook):
     "Adds `tokens_per_second`, every `every` updates the time split, loss and norm; logs epochs."
+    order = -10
+
     def __init__(self, every:int): # updates
         self.every = every
         self.stats:dict[str,list[float]] = {name:[] for name in STATS}
@@ -145,7 +154,8 @@ class Meters(Hook):
             samples = sum(map(len, batch['ids']))
             self.stats['images_per_sample'].append(images/max(samples, 1))
         seconds = sum(times)
-        for name,x in zip(STATS, (update.tokens/seconds, *times)): self.stats[name].append(x)
+        for name,x in zip(STATS, (update.tokens/seconds, *times)):
+            self.stats[name].append(x)
         return seconds
 
     def after_update(self, trainer:Trainer, figures:Figures)->None:
@@ -153,7 +163,8 @@ class Meters(Hook):
         update = trainer.update
         if update is None: return
         seconds = self.time(trainer.clock, update)
-        flops = count_flops(self.units, update.tiles, update.tokens, update.pairs, update.targets,
+        flops = count_flops(self.units, update.tiles, update.tokens, update.pairs,
+            update.targets,
                             update.window_pairs, update.picture_pairs)
         figures['tokens_per_second'] = update.tokens/seconds
         new:Any = dict(updates=1, samples=update.samples, flops=flops, tokens=update.tokens,
@@ -170,21 +181,24 @@ class Meters(Hook):
         sums = self.sums
         device = trainer.dist.device
         memory = 0.
-        if device.type=='cuda': memory = torch.cuda.max_memory_allocated(device)/1e9
+        if device.type=='cuda':
+            memory = torch.cuda.max_memory_allocated(device)/1e9
         clocks,memories = zip(*trainer.dist.gather((_spent(trainer.clock, self.since), memory)))
-        seconds = {name:sum(c[name] for c in clocks)/len(clocks) for name in Clock.names}
+        seconds = {name:sum(clock[name] for clock in clocks)/len(clocks) for name in Clock.names}
         self.seconds.update(seconds)
         self.sums = Counter()
         total = sum(seconds.values())
-        found:Any = {f'time/{k}':x/total for k,x in seconds.items()}
-        found |= {'perf/step_time':total/max(sums['updates'], 1),
+        figures:Any = {f'time/{name}':x/total for name,x in seconds.items()}
+        figures |= {'perf/step_time':total/max(sums['updates'], 1),
             'perf/samples_per_second':sums['samples']/total,
             'perf/gpu_memory_gb':max(memories), 'training/epoch':trainer.epoch,
             'training/lr':max(g['lr'] for g in trainer.optimizer.param_groups)}
-        if self.peak: found['perf/mfu'] = mfu(sums['flops'], total, self.peak)
-        if sums['made']: found |= {'training/loss':sums['loss']/max(sums['targets'], 1),
+        if self.peak:
+            figures['perf/mfu'] = mfu(sums['flops'], total, self.peak)
+        if sums['made']:
+            figures |= {'training/loss':sums['loss']/max(sums['targets'], 1),
             'training/grad_norm':sums['norm']/sums['made']}
-        return found
+        return figures
 
     def end_epoch(self, trainer:Trainer)->None:
         "Logs the epoch and begins the next."
@@ -192,9 +206,10 @@ class Meters(Hook):
         self.epoch = Counter()
         if not sums['seconds']: return
         seconds = sums['seconds']
-        found = dict(epoch_tokens_per_second=sums['tokens']/seconds, epoch_duration=seconds)
-        if sums['targets']: found = dict(epoch_loss=sums['loss']/sums['targets'])|found
-        trainer.log.log(found, trainer.step)
+        figures = dict(epoch_tokens_per_second=sums['tokens']/seconds, epoch_duration=seconds)
+        if sums['targets']:
+            figures = dict(epoch_loss=sums['loss']/sums['targets'])|figures
+        trainer.log.log(figures, trainer.step)
 
     def end(self, trainer:Trainer)->None:
         "Logs the epoch in which the run has reached its length."
@@ -211,24 +226,28 @@ class Meters(Hook):
 # %% ../../nbs/53_training.hooks.ipynb #5f433775
 class LeftOut(Hook):
     "Keeps what all ranks left out so far."
+    order = -20
     state:dict = dict(drops={}, dropped=0) # of the checkpoint
 
     def begin(self, trainer:Trainer)->None:
         "Restores what was left out before a checkpoint, and forgets what was left out after it."
-        t = self.trainer = trainer
-        self.loaders = dict(train=t.loader, val=t.held_out)
-        self.shared = dict.fromkeys(self.loaders, (0,0)) # ids that the others know: left out, cut
-        self.file = DropFile(t.log.run_dir) if t.log.run_dir else None
-        self.total = on_master(t.dist, self.restore)
+        self.trainer = trainer
+        self.loaders = dict(train=trainer.loader, val=trainer.held_out)
+        # how many ids the other ranks know: left out, cut
+        self.shared = dict.fromkeys(self.loaders, (0,0))
+        run_dir = trainer.log.run_dir
+        self.file = DropFile(run_dir) if run_dir else None
+        self.total = on_master(trainer.dist, self.restore)
 
     def restore(self)->dict[str,Drops]: # 'train' and 'val'
         "Cuts the file of this run, or reads that of the run that is continued."
-        t = self.trainer
+        trainer = self.trainer
         size = self.state['dropped']
         kept = dict(train=Drops(), val=Drops())
-        if self.file: kept = self.file.cut(size if t.owned else 0)
-        if t.checkpoint and not t.owned: kept = read_dropped(t.checkpoint.parent, size)
-        for split,before in self.state['drops'].items(): kept[split].first.update(before['first'])
+        if self.file: kept = self.file.cut(size*trainer.owned)
+        if trainer.checkpoint and not trainer.owned: kept = read_dropped(trainer.checkpoint.parent, size)
+        for split,before in self.state['drops'].items():
+            kept[split].first.update(before['first'])
         return kept
 
     def gather(self)->dict[str,Drops]: # 'train' and 'val'; every rank must call, and gets the same
@@ -244,7 +263,7 @@ class LeftOut(Hook):
         "Writes down what is new, and says what there is; every rank must call."
         drops = self.gather()
         size = on_master(self.trainer.dist, lambda: self.file.add(drops) if self.file else 0)
-        known = {split:dict(counts=d.counts, first=d.first) for split,d in drops.items()}
+        known = {split:dict(counts=new.counts, first=new.first) for split,new in drops.items()}
         return dict(drops=known, dropped=size)
 
     def load_state_dict(self, state:dict)->None:

@@ -43,10 +43,10 @@ def _lora_layers(model:nn.Module, targets:Sequence[str])->list[str]: # parts of 
         inside = name.split('.')[0] in COMPONENTS and name!='decoder.head'
         if inside and isinstance(layer, nn.Linear): linear.append(name)
     for target in targets:
-        require(any(_named(n, target) for n in linear),
+        require(any(_named(name, target) for name in linear),
             f'lora_targets names {target!r}, and no linear layer of this model is called so: '
             f'give a part of a name such as {linear[0]} or {linear[-1]}')
-    return [n for n in linear if any(_named(n, t) for t in targets)]
+    return [name for name in linear if any(_named(name, target) for target in targets)]
 
 # %% ../../nbs/51_training.lora.ipynb #10ad480f
 def add_adapters(
@@ -54,9 +54,10 @@ def add_adapters(
     targets:Sequence[str]=('decoder',), base:dict[str,str]|None=None, # `path` and `sha256` of the model
 )->list[str]: # names of the layers
     "Puts an adapter beside every layer that targets name, see `_lora_layers`."
-    require(find_spec('peft'), 'adapters need the package peft: pip install nanovlm_nb[lora]')
+    require(find_spec('peft'),
+        'adapters need the package peft: pip install nanovlm_nb[lora]')
     from peft import LoraConfig,inject_adapter_in_model
-    alpha = 2.*rank if alpha is None else alpha
+    if alpha is None: alpha = 2.*rank
     names = _lora_layers(model, targets)
     how:dict[str,Any] = dict(r=rank, lora_alpha=alpha, target_modules='|'.join(map(re.escape, names)))
     inject_adapter_in_model(LoraConfig(**how), model)
@@ -85,8 +86,10 @@ def adapt(model:nn.Module, train_cfg:TrainConfig, weights:str|None, # None: they
     if weights is not None:
         path = str(Path(weights).resolve()) if Path(weights).is_dir() else weights
         base = dict(path=path, sha256=base_digest(resolve_checkpoint(weights)))
-    names = add_adapters(model, train_cfg.lora_rank, train_cfg.lora_alpha, train_cfg.lora_targets, base)
-    if getattr(model, 'unread', None): model.unread = beside_adapters(model.unread, names)
+    names = add_adapters(model, train_cfg.lora_rank, train_cfg.lora_alpha,
+        train_cfg.lora_targets, base)
+    if getattr(model, 'unread', None):
+        model.unread = beside_adapters(model.unread, names)
     seen = [name for name in names if name.startswith('vision_encoder')]
     require(not train_cfg.cache_features or not seen,
         f'cache_features and an adapter on {"".join(seen[:1])}: its features change '
@@ -98,7 +101,8 @@ def keep_base(run_dir:Path, base:dict[str,str])->dict[str,str]: # see `adapt`; t
     "Links or copies what adapters stand on into their run, so that it outlives the run that made it."
     made = Path(base['path'])
     kept = Path(run_dir)/'base'
-    if not made.is_dir() or made==kept.resolve(): return base # of the hub, or kept already
+    if not made.is_dir() or made==kept.resolve():
+        return base # of the hub, or kept already
     if kept.exists():
         require(kept.is_dir() and base_digest(kept)==base['sha256'],
             f'{kept} is not the model {made} on which the adapters stand: '
@@ -108,7 +112,8 @@ def keep_base(run_dir:Path, base:dict[str,str])->dict[str,str]: # see `adapt`; t
         remove(tmp)
         tmp.mkdir()
         for file in made.iterdir():
-            if file.suffix not in READ_BY_LOADERS or file.name==MANIFEST: continue
+            if file.suffix not in READ_BY_LOADERS or file.name==MANIFEST:
+                continue
             try: (tmp/file.name).hardlink_to(file)
             except OSError: shutil.copy2(file, tmp) # another file system
         tmp.rename(kept)
@@ -119,10 +124,12 @@ def _raise_base(model):
     "Gives what `lower_base` has rounded its numbers back, those of the file if it is known."
     lowered = {}
     for name,p in model.named_parameters():
-        if p.dtype!=torch.float32: lowered[name.replace('.base_layer', '')] = p
+        if p.dtype!=torch.float32:
+            lowered[name.replace('.base_layer', '')] = p
     base = (model.lora_note or {}).get('base')
     state = checkpoint_weights(base['path'])[1] if lowered and base else lowered
-    for name,p in lowered.items(): p.data = state[name].to(p.device, torch.float32)
+    for name,p in lowered.items():
+        p.data = state[name].to(p.device, torch.float32)
 
 # %% ../../nbs/51_training.lora.ipynb #7b0af0ae
 def merge_adapters(model:Any)->Any: # with adapters, or without; changed in place
@@ -167,11 +174,13 @@ def save_peft(model:VisionLanguageModel, folder:str|Path)->None: # with adapters
             tensors[b] = part
     ends = [name.split('.', 2)[2] for name in tensors if 'lora_A' in name]
     layers = sorted(end.removesuffix('.lora_A.weight') for end in ends)
-    config = LoraConfig(r=note['rank'], lora_alpha=note['alpha'], target_modules=layers, inference_mode=True,
+    config = LoraConfig(r=note['rank'], lora_alpha=note['alpha'], target_modules=layers,
+        inference_mode=True,
         base_model_name_or_path=(note['base'] or {}).get('path'))
     with written_at_once(folder) as tmp:
         config.save_pretrained(str(tmp))
-        copies = {k:w.detach().cpu().clone() for k,w in tensors.items()} # one for each of a fused matrix
+        # one for each of a fused matrix
+        copies = {k:w.detach().cpu().clone() for k,w in tensors.items()}
         save_file(copies, tmp/PEFT_WEIGHTS, metadata=dict(format='pt'))
 
 # %% ../../nbs/51_training.lora.ipynb #10ad4822
@@ -199,16 +208,18 @@ READ = {*'''r lora_alpha use_rslora target_modules exclude_modules layers_to_tra
 
 def _plain_lora(folder):
     "The configuration of peft's adapters; a UsageError if they are more than a difference of low rank."
-    require(find_spec('peft'), 'adapters need the package peft: pip install nanovlm_nb[lora]')
+    require(find_spec('peft'),
+        'adapters need the package peft: pip install nanovlm_nb[lora]')
     from peft import LoraConfig,PeftConfig
     config = PeftConfig.from_pretrained(str(folder))
     usual = LoraConfig().to_dict()
     require(isinstance(config, LoraConfig),
         f'{folder} has adapters of kind {config.peft_type}: only LORA is read here')
     begun = True,False,'gaussian','orthogonal' # ways to begin that leave the base alone
-    given = {k:v for k,v in config.to_dict().items() if k not in READ}
-    if given['init_lora_weights'] in begun: del given['init_lora_weights']
-    odd = [f'{k} {v!r}' for k,v in given.items() if (v or usual.get(k))!=usual.get(k)]
+    values = config.to_dict()
+    if values['init_lora_weights'] in begun: del values['init_lora_weights']
+    odd = [f'{name} {value!r}' for name,value in values.items()
+        if name not in READ and (value or usual.get(name))!=usual.get(name)]
     require(not odd, f'{folder} has {"".join(odd[:1])}, which is not read here: '
         'merge it with peft (merge_and_unload), and take that model')
     require(config.base_model_name_or_path, f'{folder} does not say what its base is: '
@@ -233,9 +244,12 @@ def read_peft(folder:str|Path)->VisionLanguageModel: # of peft; merged, in eval 
     base = resolve_checkpoint(config.base_model_name_or_path)
     cfg,state = checkpoint_weights(base)
     read = read_file(Path(folder)/PEFT_WEIGHTS).items()
-    theirs = {k:w.float() for k,w in read if '.base_layer.' not in k} # which peft may save beside
-    if any('lm_head' in k for k in theirs): cfg = evolve(cfg, lm_tie_weights=False)
-    rank = math.sqrt(config.r) if config.use_rslora else config.r
+    # which peft may save beside
+    theirs = {k:w.float() for k,w in read if '.base_layer.' not in k}
+    if any('lm_head' in k for k in theirs):
+        cfg = evolve(cfg, lm_tie_weights=False)
+    rank = config.r
+    if config.use_rslora: rank = math.sqrt(rank)
     _merge_peft(state, theirs, config.lora_alpha/rank, cfg)
     require(not theirs, f'{folder} has {next(iter(theirs), "")}, for which this model has no place: '
         'was it made for the export of another one?')

@@ -37,12 +37,14 @@ def training_groups(model:nn.Module, train_cfg:TrainConfig)->list[dict]: # with 
     last:set[Tensor]|None = None
     if last_blocks:
         blocks = model.decoder.blocks
-        require(last_blocks<=len(blocks), f'language_last_blocks is {last_blocks}, but the language model '
+        require(last_blocks<=len(blocks),
+            f'language_last_blocks is {last_blocks}, but the language model '
             f'has {len(blocks)} blocks: give fewer, or None to train all of it')
         last = set().union(*(block.parameters() for block in blocks[-last_blocks:]))
     groups:dict[str,dict] = {}
     for name,lr in lrs.items():
-        if lr>0: groups[name] = dict(name=name, params=[], lr=lr, max_lr=lr)
+        if lr>0:
+            groups[name] = dict(name=name, params=[], lr=lr, max_lr=lr)
     for name,p in model.named_parameters():
         part = 'lora' if is_adapter(name) else name.partition('.')[0]
         p.requires_grad_(part in groups and (last is None or part!='decoder' or p in last))
@@ -53,12 +55,12 @@ def training_groups(model:nn.Module, train_cfg:TrainConfig)->list[dict]: # with 
 # %% ../../nbs/43_training.optim.ipynb #c45e012d
 def adapter_sizes(model:nn.Module)->dict[str,int]: # components without adapters are left out
     "Returns how many numbers the adapters of each component have."
-    found = {}
+    sizes_of = {}
     for part in COMPONENTS:
         if not hasattr(model, part): continue
         sizes = [p.numel() for name,p in getattr(model, part).named_parameters() if is_adapter(name)]
-        if sizes: found[part] = sum(sizes)
-    return found
+        if sizes: sizes_of[part] = sum(sizes)
+    return sizes_of
 
 # %% ../../nbs/43_training.optim.ipynb #c59c6b1a
 def make_optimizer(model:nn.Module, train_cfg:TrainConfig, # see `training_groups`
@@ -67,7 +69,8 @@ def make_optimizer(model:nn.Module, train_cfg:TrainConfig, # see `training_group
     "Returns AdamW over the components that train."
     groups = training_groups(model, train_cfg)
     fused = groups[0]['params'][0].device.type in ('cpu','cuda')
-    return kind(groups, betas=tuple(train_cfg.betas), weight_decay=train_cfg.weight_decay, fused=fused)
+    return kind(groups, betas=tuple(train_cfg.betas),
+        weight_decay=train_cfg.weight_decay, fused=fused)
 
 # %% ../../nbs/43_training.optim.ipynb #fc084759
 def trainable_line(model:nn.Module, optimizer:torch.optim.Optimizer)->str: # `trainable: 0.2 M of 1 M ...`
@@ -81,18 +84,24 @@ def trainable_line(model:nn.Module, optimizer:torch.optim.Optimizer)->str: # `tr
 def training_parts(train:dict)->dict[str,str]: # fields of a `TrainConfig`; component -> what of it trains
     "Returns which parts of the model a run trains; missing fields have their default."
     cfg = TrainConfig(**train)
-    if cfg.lora_rank: return {name:'adapters' for name in cfg.lora_targets}
+    if cfg.lora_rank:
+        return {name:'adapters' for name in cfg.lora_targets}
     last = cfg.language_last_blocks
     return {name:f'the last {last} blocks' if last and name=='decoder' else 'all'
         for name,lr in _component_lrs(cfg).items() if lr>0}
 
 # %% ../../nbs/43_training.optim.ipynb #6521a191
 def set_lrs(optimizer:torch.optim.Optimizer, schedule:Callable|dict[str,Callable], # or one by group
-    step:int, max_steps:int)->dict[str,float]: # updates before, in all; `lr_MP`, `lr_decoder` ...
-    "Gives every group its rate for an update; a UsageError if a schedule, which may be a user's, gives none."
+    step:float, max_steps:float, *, alone:float=0., # updates before, in all; see `projector_steps`
+)->dict[str,float]: # `lr_MP`, `lr_decoder` ...
+    """Gives every group its rate for an update, 0 to backbones while the projector trains alone; a UsageError
+    if a schedule, which may be a user's, gives none."""
     for group in optimizer.param_groups:
         rates = schedule[group['name']] if isinstance(schedule, dict) else schedule
-        lr = rates(step, group['max_lr'], max_steps)
+        wait = 0.
+        if alone and group['name'].startswith(('vision_encoder','decoder')):
+            wait = alone if alone>=1 else alone*max_steps
+        lr = rates(step-wait, group['max_lr'], max_steps-wait) if step>=wait else 0.
         require(isinstance(lr, (Real,Tensor)) and 0<=float(lr)<math.inf, 'the schedule '
             f'{getattr(rates, "__name__", rates)} returned {lr!r} for step {step} of {max_steps}: '
             'it must return a learning rate, 0 or more')

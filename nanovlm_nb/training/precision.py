@@ -26,8 +26,10 @@ def cpu_has_bfloat16()->bool: # else a product takes many times as long as in fl
 def amp_dtype(device:torch.device, name:str='auto')->torch.dtype: # 'auto', 'bfloat16', 'float16' or 'float32'
     "Returns a precision; 'auto': bfloat16 where it is fast, else float32 on a CPU and float16 elsewhere."
     if name!='auto': return getattr(torch, name)
-    if device.type=='cpu': return torch.bfloat16 if cpu_has_bfloat16() else torch.float32
-    if device.type=='cuda' and torch.cuda.is_bf16_supported(False): return torch.bfloat16
+    if device.type=='cpu':
+        return torch.bfloat16 if cpu_has_bfloat16() else torch.float32
+    if device.type=='cuda' and torch.cuda.is_bf16_supported(False):
+        return torch.bfloat16
     return torch.float16
 
 # %% ../../nbs/44_training.precision.ipynb #b3ed54a7
@@ -40,11 +42,12 @@ def autocast(device:torch.device, dtype:torch.dtype): # a `with` block
 # %% ../../nbs/44_training.precision.ipynb #392c011b
 def blocks_of(model:nn.Module)->list[nn.Module]:
     "Returns the blocks that can be compiled: those of towers like ours, with an `mlp` in each."
-    found:list[nn.Module] = []
+    compilable:list[nn.Module] = []
     for tower in (model.vision_encoder, model.decoder):
         blocks = getattr(tower, 'blocks', ())
-        if all(hasattr(block, 'mlp') for block in blocks): found += blocks
-    return found
+        if all(hasattr(block, 'mlp') for block in blocks):
+            compilable += blocks
+    return compilable
 
 # %% ../../nbs/44_training.precision.ipynb #265e2934
 def _for_any_number_of_tiles(forward, x, *args):
@@ -53,14 +56,16 @@ def _for_any_number_of_tiles(forward, x, *args):
     if args: # patches of all pictures in one row
         cos,sin,layout = args
         varying = [(x,1), (cos,2), (sin,2), (layout.documents,1), (layout.cu,0)]
-    for tensor,dimension in varying: torch._dynamo.maybe_mark_dynamic(tensor, dimension)
+    for tensor,dimension in varying:
+        torch._dynamo.maybe_mark_dynamic(tensor, dimension)
     return forward(x, *args)
 
 # %% ../../nbs/44_training.precision.ipynb #67a6f80c
 def compile_blocks(model:nn.Module, **kwargs)->int: # of `torch.compile`, e.g. `backend`; compiled modules
     "Compiles the blocks of both towers in place; state-dict keys stay clean."
     parts:list[Any] = []
-    for block in blocks_of(model): parts += getattr(block.mlp, 'shared', [block])
+    for block in blocks_of(model):
+        parts += getattr(block.mlp, 'shared', [block])
     tower = {*model.vision_encoder.modules()}
     for p in parts:
         compiled = torch.compile(p.forward, fullgraph=True, **kwargs)
@@ -78,8 +83,10 @@ def same_bits(kind:str='cpu', compiles:bool=False)->Iterator[None]: # of the dev
     "While inside, the same run gives the same bits, or an error."
     workspace = os.environ.get(WORKSPACE)
     use = torch.use_deterministic_algorithms
-    require(kind in ('cuda','cpu'), f'nobody promises the same bits on {kind}: take another device')
-    require(workspace in (None,*FIXED_SIZES), f'deterministic: {WORKSPACE} is {workspace!r}, '
+    require(kind in ('cuda','cpu'),
+        f'nobody promises the same bits on {kind}: take another device')
+    require(workspace in (None,*FIXED_SIZES),
+        f'deterministic: {WORKSPACE} is {workspace!r}, '
         f'with which cuBLAS may differ from run to run: unset it, or give {FIXED_SIZES[0]}')
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
     with ExitStack() as stack:

@@ -4,9 +4,8 @@
 
 # %% auto #0
 __all__ = ['Figures', 'SIGNAL', 'LONG', 'WINDOW', 'LEAST', 'Counters', 'Trainer', 'Hook', 'NoLog', 'make_trainer', 'inputs_of',
-           'accumulate', 'trained', 'length', 'train_step', 'updates', 'train', 'stopping', 'validation_batches',
-           'over_validation', 'validation_loss', 'Log', 'Validate', 'Guard', 'state_dict', 'save', 'Checkpoint',
-           'resume']
+           'accumulate', 'train_step', 'updates', 'train', 'stopping', 'validation_updates', 'over_validation',
+           'validation_loss', 'Log', 'Validate', 'Guard', 'state_dict', 'save', 'Checkpoint', 'resume']
 
 # %% ../../nbs/49_training.trainer.ipynb #30f0d96a
 import gc,json,threading
@@ -14,7 +13,7 @@ from collections.abc import Callable,Iterable,Iterator
 from contextlib import ExitStack
 from dataclasses import asdict,dataclass,field,fields
 from functools import partial
-from itertools import dropwhile,islice
+from itertools import chain,islice
 from math import inf,isfinite
 from pathlib import Path
 from statistics import median
@@ -27,20 +26,20 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from ..core.usage import UsageError,require
 from ..core.grids import grids_of
-from ..core.config import TrainConfig,updates_of_run
-from ..core.dist import Dist,no_sync,on_all,on_master,set_rng_state,synchronized_batches,wrap_model
-from ..core.run_dir import BEST,TRAINER_STATE,best_kept,is_own,prune,read_state,write_pointer
+from ..core.config import TrainConfig
+from ..core.dist import Dist,no_sync,on_all,on_master,set_rng_state,wrap_model
+from ..core.run_dir import BEST,best_kept,is_own,prune,read_state,write_pointer
 from ..core.clock import Clock
 from ..model.vision import stack_tiles
 from ..model.pretrained import checkpoint_weights
 from ..data.packing import Batch
 from ..data.loader import merge_states
 from ..data.loader import Loader,as_loader
-from .schedule import get_schedule,in_samples
+from .schedule import get_schedule
 from .optim import clip_gradients
 from .precision import amp_dtype,autocast,compile_blocks
 from .optim import set_lrs,training_parts
-from .update import Feed,Update,tally
+from .update import Feed,Update
 from .shard import load_full_weights,read_rest,run_optimizer,shard_model
 from .checkpoint import HOOKS,Saver,check_checkpoint,load_optimizer
 
@@ -75,12 +74,13 @@ class Trainer(Counters):
     cfg:TrainConfig # length, rates, limits
     loader:Loader # this rank's micro-batches of an epoch
     held_out:Loader # likewise, for validation
-    hooks:list['Hook'] # everything beside the updates, in the order of the calls
+    hooks:list['Hook'] # everything beside the updates, called in their `order`
     dist:Dist # this rank among the others
     log:Any # a `RunLog`, or what takes its place
     tokenizer:Any # saved with the checkpoints
     dtype:torch.dtype # of matrix products; weights that train stay float32
     optimizer:torch.optim.Optimizer # one group for each component, with its `max_lr`
+    trained:list[Tensor] # the parameters that it has
     schedule:Callable|dict[str,Callable] # (step, max_lr, max_steps) -> learning rate, or one by group
     scaler:torch.amp.GradScaler # of float16; otherwise it does nothing
     clock:Clock # seconds by kind of work
@@ -100,10 +100,25 @@ class Trainer(Counters):
         "Whether this rank writes files."
         return self.dist.is_master and self.log.run_dir is not None
 
+    @property
+    def planned(self)->int|None: # None: there is no `max_epochs`, or an epoch's length is unknown
+        "The updates that `max_epochs` come to."
+        epochs = self.cfg.max_epochs
+        if not epochs or not self.epoch_size: return None
+        return self.began+self.epoch_size*(epochs-self.epoch)
+
+    @property
+    def total_steps(self)->int|None: # None: a run that counts samples has made no update yet
+        "The updates of the whole run, as far as they are known."
+        size = self.samples/self.step if self.step else None
+        return self.cfg.length.updates(size, self.step, self.samples, self.planned)
+
 # %% ../../nbs/49_training.trainer.ipynb #be75e021
 class Hook:
     """Something beside the updates; every rank has one. Override what you need.
     A hook that gives `trainer.stop` a reason, the same on every rank, ends the run after this update."""
+    order = 0 # hooks with a smaller one are called before, those of a run have -40 to 40
+
     def begin(self, trainer:Trainer)->None: # resumed, if there is a checkpoint
         "Called before the first update of this start."
 
@@ -131,17 +146,6 @@ class NoLog:
         "Keeps nothing."
     info = length = cut = log
 
-# %% ../../nbs/49_training.trainer.ipynb #91a424d3
-def _assemble(model:nn.Module, cfg:TrainConfig, dist:Dist, dtype:torch.dtype)->nn.Module: # of matrix products
-    "Compiles a `VisionLanguageModel` and cuts it into pieces, as the config says; returns it."
-    model.tile_multiple = cfg.tile_multiple or (8 if dist.device.type=='cuda' else 1)
-    if cfg.compile: compile_blocks(model) # None is decided when the length of the run is known
-    how = cfg.sharding,dtype,cfg.offload_params,cfg.reduce_every_micro_batch
-    base = read_rest(shard_model(model, dist, *how), dist)
-    base.vision_encoder.recompute = cfg.vision_checkpointing
-    base.decoder.recompute = cfg.language_checkpointing
-    return base
-
 # %% ../../nbs/49_training.trainer.ipynb #c1635b7a
 def make_trainer(model:nn.Module, cfg:TrainConfig, # a `VisionLanguageModel`, and how to train it
     loader:Loader|Iterable[Batch], held_out:Loader|Iterable[Batch], # this rank's micro-batches
@@ -153,21 +157,34 @@ def make_trainer(model:nn.Module, cfg:TrainConfig, # a `VisionLanguageModel`, an
     dtype = amp_dtype(dist.device, cfg.dtype)
     clock = Clock()
     loader = as_loader(loader)
-    base = _assemble(model, cfg, dist, dtype)
-    if tokenizer is not None: base.tokenizer = tokenizer # so that a hook can ask the model
+    model.tile_multiple = cfg.tile_multiple or (8 if dist.device.type=='cuda' else 1)
+    if cfg.compile: compile_blocks(model) # None is decided when the length of the run is known
+    base = shard_model(model, dist, cfg.sharding, dtype, cfg.offload_params,
+        cfg.reduce_every_micro_batch)
+    read_rest(base, dist)
+    base.vision_encoder.recompute = cfg.vision_checkpointing
+    base.decoder.recompute = cfg.language_checkpointing
+    if tokenizer is not None:
+        base.tokenizer = tokenizer # so that a hook can ask the model
     made = run_optimizer(base, cfg, dist, optimizer)
     names = {g['name'] for g in made.param_groups}
-    most = cfg.max_training_samples or cfg.max_training_steps
-    require(not isinstance(schedule, dict) or {*schedule}==names, f'schedule: give one for each of {names}')
+    require(not isinstance(schedule, dict) or {*schedule}==names,
+        f'schedule: give one for each of {names}')
     rates:Any = schedule or get_schedule(cfg.lr_schedule, cfg.warmup_ratio, cfg.min_lr_ratio)
-    for at in (most-1, most//2, 0): # a mistake in it costs no run
-        place = in_samples(at, 7, most) if cfg.max_training_samples else (at, most)
-        set_lrs(made, rates, *place)
-    return Trainer(model=wrap_model(base, dist), base=base, cfg=cfg, loader=loader, hooks=list(hooks),
-        held_out=as_loader(held_out), dist=dist, log=log, tokenizer=tokenizer, dtype=dtype, optimizer=made,
+    length = cfg.length
+    end:Any = length.updates(1)
+    for at in (end-1, end//2, 0): # a mistake in the schedule costs no run
+        # as if an update had 7 samples
+        set_lrs(made, rates, *length.place(at, at, 7), alone=cfg.projector_steps)
+    return Trainer(model=wrap_model(base, dist), base=base, cfg=cfg, loader=loader,
+        hooks=sorted(hooks, key=lambda hook: hook.order),
+        held_out=as_loader(held_out), dist=dist, log=log, tokenizer=tokenizer,
+        dtype=dtype, optimizer=made,
+        trained=[*chain(*(group['params'] for group in made.param_groups))],
         schedule=rates, scaler=torch.amp.GradScaler(dist.device.type, enabled=dtype==torch.float16),
         clock=clock, val_batch=cfg.batch_size*dist.world_size,
-        feed=Feed(loader, dist, cfg.gradient_accumulation_steps, clock), saver=Saver(dist, cfg.async_save))
+        feed=Feed(loader, dist, cfg.gradient_accumulation_steps, clock),
+        saver=Saver(dist, cfg.async_save))
 
 # %% ../../nbs/49_training.trainer.ipynb #60b68bdd
 def inputs_of(trainer:Trainer, batch:Batch)->dict[str,Any]: # for the model
@@ -181,180 +198,143 @@ def inputs_of(trainer:Trainer, batch:Batch)->dict[str,Any]: # for the model
         layout = base.layout_of(ids, None, batch['labels'], batch['doc_lens'], batch['images'])
     # a cache of features reads pixels on the CPU
     images = stack_tiles(batch['images'], 'cpu' if base.features else device)
-    return dict(input_ids=ids.to(device, non_blocking=True), images=images, layout=layout.to(device))
+    return dict(input_ids=ids.to(device, non_blocking=True), images=images,
+        layout=layout.to(device))
 
 # %% ../../nbs/49_training.trainer.ipynb #30901847
 def accumulate(trainer:Trainer, update:Update)->Tensor: # (), the mean over ranks is the loss of the update
     "Adds up the gradient of an update; returns this rank's part of the loss."
-    parts = []
-    n = len(update.micro_batches)
-    weight = trainer.dist.world_size/max(update.targets, 1) # of a token
-    for i,batch in enumerate(update.micro_batches):
-        if trainer.cfg.loss_average!='tokens': # a mean of means
-            weight = trainer.dist.world_size/max(tally(batch)['targets']*update.filled, 1)
-        with no_sync(trainer.model, i<n-1): # gradients travel once
+    model = trainer.model
+    losses = []
+    for place,batch in enumerate(update.micro_batches, 1):
+        targets = update.targets
+        if trainer.cfg.loss_average!='tokens':
+            targets = sum(map(sum, batch['n_targets']))*update.filled # a mean of means
+        with no_sync(model, place<len(update.micro_batches)): # gradients travel once
             inputs = inputs_of(trainer, batch)
             with autocast(trainer.dist.device, trainer.dtype):
-                loss = trainer.model(**inputs, reduction='sum')[1]
-            loss = loss*weight
+                loss = model(**inputs, reduction='sum')[1]
+            loss = loss*(trainer.dist.world_size/max(targets, 1)) # DDP takes the mean over ranks
             trainer.scaler.scale(loss).backward()
-        parts.append(loss.detach())
+        losses.append(loss.detach())
     if not update.tiles: # zeros would let AdamW decay what no picture has touched
         for part in (trainer.base.vision_encoder, trainer.base.MP):
             for p in part.parameters(): p.grad = None
-    return torch.stack(parts).sum()
-
-# %% ../../nbs/49_training.trainer.ipynb #88205622
-def _read_once(*scalars:Tensor)->list[float]:
-    "Waits for several numbers of a device together."
-    return torch.stack([x.detach().to(scalars[0].device) for x in scalars]).tolist()
+    for group in trainer.optimizer.param_groups if trainer.cfg.projector_steps else ():
+        if group['lr']==0: # it waits for the projector: nothing of it is clipped, nor remembered by AdamW
+            for p in group['params']: p.grad = None
+    return torch.stack(losses).sum()
 
 # %% ../../nbs/49_training.trainer.ipynb #627ab6dc
 SIGNAL = 'a signal'
 
-def _agree(trainer:Trainer, part:float, norm:float)->float: # the loss of the update
-    "Exchanges losses, the verdicts of the hooks and signals; every rank sets the same `refused` and `stop`."
-    answers = [hook.before_step(trainer, dict(batch_loss=part, grad_norm=norm)) for hook in trainer.hooks]
-    reasons = [why for why in answers if why]
-    overflow = not isfinite(norm) and isfinite(part) and trainer.scaler.get_scale()>1 # of float16
-    verdict = (overflow, reasons[0]) if reasons else None
-    losses,verdicts,asked = zip(*trainer.dist.gather((part, verdict, trainer.asked.is_set())))
-    against = [verdict for verdict in verdicts if verdict] or [(False, None)]
-    trainer.overflow,trainer.refused = min(against, key=lambda verdict: verdict[0])
-    if any(asked): trainer.stop = trainer.stop or SIGNAL
-    return sum(losses)/len(losses)
-
-# %% ../../nbs/49_training.trainer.ipynb #f8d76126
-def trained(trainer:Trainer)->list[Tensor]:
-    "Returns the parameters that the optimizer has."
-    found:list[Tensor] = []
-    for group in trainer.optimizer.param_groups: found += group['params']
-    return found
-
-# %% ../../nbs/49_training.trainer.ipynb #85928d01
-def _make_step(trainer:Trainer)->None:
-    "Lets the optimizer make its step unless it is refused, and clears the gradients."
-    scaler = trainer.scaler
-    if trainer.refused is None and any(p.grad is not None for p in trained(trainer)):
-        scaler.step(trainer.optimizer)
-        scaler.update()
-    else: scaler.update(scaler.get_scale()/(2 if trainer.overflow else 1))
-    trainer.optimizer.zero_grad(set_to_none=True)
-
-# %% ../../nbs/49_training.trainer.ipynb #847db324
-def _reached(trainer:Trainer, step:int, samples:int)->bool:
-    "Returns whether a run of so many updates and samples has its length."
-    cfg = trainer.cfg
-    if cfg.max_training_samples is None: return step>=cfg.max_training_steps
-    return samples>=cfg.max_training_samples
-
-def _is_finished(trainer:Trainer)->bool: # the same on every rank
-    "Returns whether no update is left, or a hook or a signal has stopped the run."
-    if trainer.stop or _reached(trainer, trainer.step, trainer.samples): return True
-    return trainer.epoch>=(trainer.cfg.max_epochs or inf)
-
-# %% ../../nbs/49_training.trainer.ipynb #f5a2837d
-def _planned(trainer:Trainer)->int|None: # None: there is no `max_epochs`, or its length is unknown
-    "Returns the updates that `max_epochs` come to."
-    epochs = trainer.cfg.max_epochs
-    if not epochs or not trainer.epoch_size: return None
-    return trainer.began+trainer.epoch_size*(epochs-trainer.epoch)
-
-def length(trainer:Trainer)->int|None: # None: a run that counts samples has made no update yet
-    "Returns the updates of the whole run, as far as they are known."
-    size = trainer.samples/trainer.step if trainer.step else None
-    most = updates_of_run(trainer.cfg, size, trainer.step, trainer.samples)
-    known = [n for n in (_planned(trainer), most) if n is not None]
-    return max(min(known), 1) if known else None
-
-# %% ../../nbs/49_training.trainer.ipynb #76297369
-def _place(trainer:Trainer, size:int)->tuple: # `step` and `max_steps` for the schedule
-    "Returns where the schedule stands before an update of `size` samples."
-    most = trainer.cfg.max_training_samples
-    if most is None: return trainer.step,length(trainer)
-    return in_samples(trainer.samples, size, most)
-
-# %% ../../nbs/49_training.trainer.ipynb #540932c2
-def _plan(trainer:Trainer)->None: # every rank must call
-    "Estimates the updates of an epoch if the run counts epochs, and tells the log the length of the run."
-    epochs = trainer.cfg.max_epochs
-    if epochs:
-        if trainer.epoch_size is None: trainer.epoch_size = trainer.loader.epoch_updates()
-        planned = _planned(trainer) or 'an unknown number of'
-        trainer.log.info(f'{epochs} epochs: about {planned} updates')
-    trainer.log.length(length(trainer))
+def _agree(trainer:Trainer, loss:float, norm:float)->float: # this rank's part; the loss of the update
+    "Exchanges losses, verdicts of the hooks and signals; every rank sets the same `refused` and `stop`."
+    figures = dict(batch_loss=loss, grad_norm=norm)
+    reasons = [hook.before_step(trainer, figures) for hook in trainer.hooks]
+    reason = next(filter(None, reasons), None)
+    # of the scale of float16
+    overflow = not isfinite(norm) and isfinite(loss) and trainer.scaler.get_scale()>1
+    total,refusals,signals = trainer.dist.reduce(
+        [loss, float(bool(reason)), float(trainer.asked.is_set())])
+    verdicts:Any = [(False,None)]
+    if refusals: verdicts = filter(None, trainer.dist.gather(reason and (overflow,reason)))
+    # a bad sample on one rank counts before an overflow on another
+    trainer.overflow,trainer.refused = min(verdicts, key=lambda verdict: verdict[0])
+    if signals: trainer.stop = trainer.stop or SIGNAL
+    return total/trainer.dist.world_size
 
 # %% ../../nbs/49_training.trainer.ipynb #0939a103
 LONG = 1000 # updates of a run that wins back the time of compiling
 
-def _compile(trainer:Trainer)->None:
-    "Compiles blocks if `compile` was left open and pays: in long runs on CUDA. An earlier start has decided."
-    planned = length(trainer)
-    if trainer.cfg.compile is not None: trainer.compiled = trainer.cfg.compile
+def _prepare(trainer:Trainer)->None: # every rank must call
+    """Estimates the updates of an epoch if the run counts epochs, and tells the log the length of the run.
+    Compiles blocks if `compile` was left open and pays: in long runs on CUDA. An earlier start has decided."""
+    cfg = trainer.cfg
+    if cfg.max_epochs:
+        if trainer.epoch_size is None:
+            trainer.epoch_size = trainer.loader.epoch_updates()
+        planned = trainer.planned or 'an unknown number of'
+        trainer.log.info(f'{cfg.max_epochs} epochs: about {planned} updates')
+    n = trainer.total_steps
+    trainer.log.length(n)
+    if cfg.compile is not None: trainer.compiled = cfg.compile
     elif trainer.dist.device.type=='cuda':
-        if trainer.compiled is None: trainer.compiled = planned is None or planned>=LONG
-        found = 'compiled' if trainer.compiled else 'not compiled'
-        trainer.log.info(f'compile None: blocks are {found}, decided when the run began; '
-            f'it pays from {LONG} updates on, and the run has {planned or "an unknown number"}')
+        if trainer.compiled is None: trainer.compiled = not n or n>=LONG
+        blocks = 'compiled' if trainer.compiled else 'not compiled'
+        trainer.log.info(f'compile None: blocks are {blocks}, decided when the run began; '
+            f'it pays from {LONG} updates on, and the run has {n or "an unknown number"}')
         if trainer.compiled: compile_blocks(trainer.base)
-
-# %% ../../nbs/49_training.trainer.ipynb #4dafcaa5
-def _is_busy(device): return device.type=='cuda' and not torch.cuda.current_stream(device).query()
 
 # %% ../../nbs/49_training.trainer.ipynb #a2ec4ed1
 def train_step(trainer:Trainer, update:Update)->Figures: # for the log
     "Computes an update, makes its step unless a hook refuses, and returns the figures."
     clock = trainer.clock
+    length = trainer.cfg.length
+    scaler = trainer.scaler
     trainer.update = update
-    if not trainer.base.training: trainer.model.train() # a hook or a judge has asked the model something
-    lrs = set_lrs(trainer.optimizer, trainer.schedule, *_place(trainer, update.samples))
+    if not trainer.base.training:
+        trainer.model.train() # a hook or a judge has asked the model something
+    place = length.place(trainer.step, trainer.samples, update.samples, trainer.planned)
+    lrs = set_lrs(trainer.optimizer, trainer.schedule, *place, alone=trainer.cfg.projector_steps)
     with clock('forward_backward'): loss = accumulate(trainer, update)
     with clock('optimizer'):
-        trainer.scaler.unscale_(trainer.optimizer)
-        norm = clip_gradients(trained(trainer), trainer.cfg.max_grad_norm)
-    if not _reached(trainer, trainer.step+1, trainer.samples+update.samples):
-        trainer.feed.fetch(lambda: _is_busy(trainer.dist.device))
-    with clock('forward_backward'): part,size = _read_once(loss, norm) # the only wait
-    with clock('communication'): total = _agree(trainer, part, size)
-    with clock('optimizer'): _make_step(trainer)
+        scaler.unscale_(trainer.optimizer)
+        norm = clip_gradients(trainer.trained, trainer.cfg.max_grad_norm)
+
+    # the next update is read while a GPU computes
+    device = trainer.dist.device
+    def is_busy():
+        return device.type=='cuda' and not torch.cuda.current_stream(device).query()
+    is_last = length.is_reached(trainer.step+1, trainer.samples+update.samples)
+    if not is_last: trainer.feed.fetch(is_busy)
+
+    with clock('forward_backward'):
+        mine,size = torch.stack([loss, norm.to(loss.device)]).tolist() # waits
+    with clock('communication'): total = _agree(trainer, mine, size)
+    with clock('optimizer'):
+        if trainer.refused is None and any(p.grad is not None for p in trainer.trained):
+            scaler.step(trainer.optimizer)
+            scaler.update()
+        else:
+            scaler.update(scaler.get_scale()/(2 if trainer.overflow else 1))
+        trainer.optimizer.zero_grad(set_to_none=True)
+
     trainer.step += 1
     trainer.samples += update.samples
     trainer.targets += update.targets
-
-    last_epoch = trainer.epoch+1==trainer.cfg.max_epochs
-    trainer.last = _reached(trainer, trainer.step, trainer.samples) or trainer.feed.over and last_epoch
-    return dict(batch_loss=total, grad_norm=size, **lrs, epoch=trainer.epoch, target_tokens=update.targets,
-        tokens=update.tokens, samples=update.samples, batch_digest=update.digest, **update.packing)
+    is_last_epoch = trainer.epoch+1==trainer.cfg.max_epochs
+    trainer.last = is_last or trainer.feed.over and is_last_epoch
+    return dict(batch_loss=total, grad_norm=size, **lrs, epoch=trainer.epoch,
+        target_tokens=update.targets, tokens=update.tokens, samples=update.samples,
+        batch_digest=update.digest, **update.packing)
 
 # %% ../../nbs/49_training.trainer.ipynb #8d393855
-def _blame(trainer:Trainer, loader:Loader)->str|None: # every rank must call
+def _why_left_out(trainer:Trainer, loader:Loader)->str|None: # every rank must call
     "Returns why rows were left out, if any rank has left out some."
     return next(filter(None, trainer.dist.gather(loader.drops.blame)), None)
 
 # %% ../../nbs/49_training.trainer.ipynb #09593343
 def updates(trainer:Trainer)->Iterator[Update]: # as many on every rank
-    "Yields updates, epoch after epoch, until the run is finished."
-    while not _is_finished(trainer):
+    "Yields updates, epoch after epoch, until the run has its length or is stopped."
+    length = trainer.cfg.length
+    def is_over(epoch):
+        return trainer.stop or length.is_reached(trainer.step, trainer.samples, epoch)
+    while not is_over(trainer.epoch):
         trainer.saver.wait() # workers are forked: no thread may hold a lock
         trainer.feed.begin(trainer.epoch)
         try:
             for update in iter(trainer.feed.take, None):
                 yield update
-                if trainer.stop or _reached(trainer, trainer.step, trainer.samples): return
+                if is_over(0): return # the epoch is counted below
         finally: trainer.feed.close()
-        trainer.epoch_size = trainer.step-trainer.began
+        trainer.epoch_size = trainer.step-trainer.began # updates of earlier starts are counted
         trainer.began = trainer.step
-        trainer.epoch = trainer.epoch+1 # those of earlier starts are counted
+        trainer.epoch += 1
         if not trainer.epoch_size:
-            why = _blame(trainer, trainer.loader) or 'is the training data empty?'
+            why = _why_left_out(trainer, trainer.loader) or 'is the training data empty?'
             raise UsageError(f'an epoch without a single sample: {why}')
         for hook in trainer.hooks: hook.end_epoch(trainer)
-
-# %% ../../nbs/49_training.trainer.ipynb #cd957c40
-def _owed(trainer:Trainer)->Iterable[Hook]:
-    "Hooks that have not seen the current update: all of a new run; after a resume, from `Checkpoint` on."
-    if trainer.update: return [] # `train` was called before: all know
-    return dropwhile(lambda hook: trainer.checkpoint and not isinstance(hook, Checkpoint), trainer.hooks)
 
 # %% ../../nbs/49_training.trainer.ipynb #cae6b0f1
 def _at_end(trainer:Trainer, do:Callable)->Callable: # for `ExitStack.push`
@@ -368,86 +348,96 @@ def _at_end(trainer:Trainer, do:Callable)->Callable: # for `ExitStack.push`
 
 def train(trainer:Trainer)->Trainer: # where the run ended
     "Makes the updates that are left, and calls the hooks."
-    figures = Figures()
     trainer.model.train()
     with ExitStack() as stack:
         stack.push(_at_end(trainer, trainer.saver.wait))
-        _plan(trainer)
-        _compile(trainer)
+        _prepare(trainer)
         for hook in trainer.hooks:
             hook.begin(trainer)
             stack.push(_at_end(trainer, partial(hook.end, trainer)))
         gc.freeze() # what exists now is needed to the end: the garbage collector skips it
         stack.callback(gc.unfreeze)
-        for hook in _owed(trainer): hook.after_update(trainer, figures)
+
+        # hooks that have not seen the current update: all of a new run; after a resume, from `Checkpoint` on;
+        # none if `train` was called before
+        figures = Figures()
+        for hook in [] if trainer.update else trainer.hooks:
+            if not trainer.checkpoint or hook.order>=Checkpoint.order:
+                hook.after_update(trainer, figures)
+
         for update in updates(trainer):
             figures = train_step(trainer, update)
             for hook in trainer.hooks: hook.after_update(trainer, figures)
     if isinstance(trainer.stop, Exception): raise trainer.stop
-    if trainer.stop: trainer.log.info(f'stopped by {trainer.stop} after update {trainer.step}')
+    if trainer.stop:
+        trainer.log.info(f'stopped by {trainer.stop} after update {trainer.step}')
     return trainer
 
 # %% ../../nbs/49_training.trainer.ipynb #2b0cd218
 def stopping(trainer:Trainer)->bool: # the same on every rank, and every rank must call
     "Returns whether any rank is asked to end the run; a slow hook asks it now and then."
-    if trainer.stop is None and trainer.dist.any(trainer.asked.is_set()): trainer.stop = SIGNAL
+    if trainer.stop is None and trainer.dist.any(trainer.asked.is_set()):
+        trainer.stop = SIGNAL
     return trainer.stop is not None
 
 # %% ../../nbs/49_training.trainer.ipynb #efb44874
-def validation_batches(trainer:Trainer)->Iterator[Batch]: # the same each time; every rank must call
-    "Yields the held-out micro-batches."
+def validation_updates(trainer:Trainer)->Iterator[Update]: # the same each time; every rank must call
+    "Yields the held-out micro-batches, each as an update; an error in the data of a rank is raised on all."
     packs = trainer.cfg.max_val_batches*trainer.val_batch
-    if trainer.cfg.val_workers: trainer.saver.wait() # workers are forked: no thread may hold a lock
+    if trainer.cfg.val_workers:
+        trainer.saver.wait() # workers are forked: no thread may hold a lock
     trainer.held_out.keep(packs)
     trainer.held_out.set_epoch(0)
+    feed = Feed(trainer.held_out, trainer.dist)
+    feed.begin(0)
     size = trainer.cfg.batch_size*trainer.dist.world_size
-    most = -(-packs//size) # the same packs, however they are split
-    return islice(synchronized_batches(trainer.held_out, trainer.dist, trainer.held_out.idle), most)
+    n = -(-packs//size) # the same packs, however they are split
+    try: yield from islice(iter(feed.take, None), n)
+    finally: feed.close()
 
 # %% ../../nbs/49_training.trainer.ipynb #89a6c2ac
 @torch.no_grad()
 def over_validation(trainer:Trainer, look:Callable[[Batch,dict],Any])->list|None: # None: the run is stopped
     "Returns what `look(batch, inputs)` returned for each held-out micro-batch; every rank must call."
-    found = []
+    results = []
     if trainer.dist.device.type=='cuda': torch.cuda.empty_cache()
     trainer.model.eval()
-    for batch in validation_batches(trainer):
+    for update in validation_updates(trainer):
         if stopping(trainer): break
+        batch = update.micro_batches[0]
         with autocast(trainer.dist.device, trainer.dtype):
-            found.append(look(batch, inputs_of(trainer, batch)))
+            results.append(look(batch, inputs_of(trainer, batch)))
     trainer.model.train()
-    return None if stopping(trainer) else found
+    return None if stopping(trainer) else results
 
 # %% ../../nbs/49_training.trainer.ipynb #89a6c2ad
 def validation_loss(trainer:Trainer)->float|None: # None: there is no target, or the run is stopped
     "Returns the mean loss of the held-out targets of all ranks."
-    def look(batch, inputs): return trainer.base(**inputs, reduction='sum')[1],tally(batch)['targets']
-    found = over_validation(trainer, look)
-    if found is None: return None
-    losses = [loss for loss,_ in found]
-    total = trainer.dist.sum(sum(_read_once(*losses)) if losses else 0.)
-    targets = trainer.dist.sum(sum(n for _,n in found))
+    def look(batch, inputs):
+        return trainer.base(**inputs, reduction='sum')[1],sum(map(sum, batch['n_targets']))
+    results = over_validation(trainer, look)
+    if results is None: return None
+    losses = [loss for loss,_ in results]
+    if losses: losses = torch.stack(losses).tolist()
+    targets = sum(n for _,n in results)
+    total,targets = trainer.dist.reduce([float(sum(losses)), targets])
     return total/targets if targets else None
 
 # %% ../../nbs/49_training.trainer.ipynb #3702b16b
 class Log(Hook):
     "Writes the figures of the hooks before it; a hook after it logs its own."
+    order = 10
+
     def after_update(self, trainer:Trainer, figures:Figures)->None: # written as they are
         "Writes a line after an update."
-        trainer.log.length(length(trainer))
+        trainer.log.length(trainer.total_steps)
         if trainer.update: trainer.log.log(figures, trainer.step)
-
-# %% ../../nbs/49_training.trainer.ipynb #4fa6654f
-def _mark_best(trainer:Trainer)->None: # every rank must call
-    "Lets `best_checkpoint` name the checkpoint of this update, if there is one."
-    trainer.saver.wait()
-    if not trainer.dist.is_master or trainer.saved!=trainer.step: return
-    write_pointer(trainer.log.run_dir, BEST, trainer.log.run_dir/f'step_{trainer.step}')
-    prune(trainer.log.run_dir, trainer.cfg.max_keep_ckpts)
 
 # %% ../../nbs/49_training.trainer.ipynb #52e126f5
 class Validate(Hook):
     "Validates every `every` updates and after the last, and lets `best_checkpoint` name the best."
+    order = 30
+
     def __init__(self, every:int, by:Callable|None=None): # updates, 0: only after the last; see `run.run`
         self.every = every
         self.by = by
@@ -456,9 +446,10 @@ class Validate(Hook):
         "Looks whether a new run has anything to validate on; a UsageError with the remedy if it ought to."
         size = trainer.cfg.val_size
         if trainer.checkpoint: return
-        if any(trainer.dist.sum(tally(batch)['targets']) for batch in validation_batches(trainer)): return
+        if any(update.targets for update in validation_updates(trainer)):
+            return
         require(size==0, f'no usable validation row among val_size {size}: '
-            f'{_blame(trainer, trainer.held_out) or "raise val_size"}; '
+            f'{_why_left_out(trainer, trainer.held_out) or "raise val_size"}; '
             'or set val_size to 0 to train without validation')
         trainer.log.info('no validation: val_size is 0, and the last checkpoint counts as the best')
 
@@ -467,29 +458,36 @@ class Validate(Hook):
         loss = validation_loss(trainer)
         return None if loss is None else dict(val_loss=loss)
 
-    def note(self, trainer:Trainer, found:Figures)->bool:
+    def note(self, trainer:Trainer, figures:Figures)->bool: # of a validation
         "Adds the best so far, and returns whether this is it; the untrained model does not count."
         name = 'judged' if self.by else 'val_loss'
-        if self.by: found[name] = trainer.dist.broadcast(self.by(trainer)) # one judgement for all ranks
-        best = trainer.step>0 and found[name]<trainer.best_val_loss
-        if best:
-            trainer.best_val_loss = found[name]
+        if self.by:
+            figures[name] = trainer.dist.broadcast(self.by(trainer)) # one judgement for all ranks
+        is_best = trainer.step>0 and figures[name]<trainer.best_val_loss
+        if is_best:
+            trainer.best_val_loss = figures[name]
             trainer.best_step = trainer.step
         if trainer.best_step:
-            found |= {f'best_{name}':trainer.best_val_loss, 'best_step':trainer.best_step}
-        return best
+            figures |= {f'best_{name}':trainer.best_val_loss, 'best_step':trainer.best_step}
+        return is_best
 
     def after_update(self, trainer:Trainer, figures:Figures)->None:
         "Validates if it is time; what a stop cuts off is left to the next start."
         due = trainer.last or self.every>0 and trainer.step%self.every==0
         if not due or stopping(trainer): return
-        with trainer.clock('validation'): found = self.measure(trainer)
-        if found is None: return
-        best = self.note(trainer, found)
-        figures |= found
-        trainer.log.log(found, trainer.step)
-        for hook in trainer.hooks: hook.after_validation(trainer, found)
-        if best: _mark_best(trainer)
+        with trainer.clock('validation'): measured = self.measure(trainer)
+        if measured is None: return
+        is_best = self.note(trainer, measured)
+        figures |= measured
+        trainer.log.log(measured, trainer.step)
+        for hook in trainer.hooks:
+            hook.after_validation(trainer, measured)
+        if not is_best: return
+        trainer.saver.wait()
+        if not trainer.dist.is_master or trainer.saved!=trainer.step: return
+        run_dir = trainer.log.run_dir
+        write_pointer(run_dir, BEST, run_dir/f'step_{trainer.step}')
+        prune(run_dir, trainer.cfg.max_keep_ckpts)
 
 # %% ../../nbs/49_training.trainer.ipynb #16c81e61
 WINDOW = 100
@@ -497,6 +495,8 @@ LEAST = 20 # norms that say what is usual, and how many it takes at least
 
 class Guard(Hook):
     "Refuses updates whose norm is not finite, or `factor` times the median of those before."
+    order = -40
+
     def __init__(self, factor:float|None=None): # None: only what is not finite is refused
         self.factor = factor
 
@@ -506,7 +506,8 @@ class Guard(Hook):
         norms = trainer.norms
         if not isfinite(norm): return f'gradient norm {norm}'
         usual = median(norms) if len(norms)>=LEAST else 0
-        if not self.factor or not usual or norm<=self.factor*usual: return None
+        if not self.factor or not usual or norm<=self.factor*usual:
+            return None
         return f'gradient norm {norm:.4g}, {norm/usual:.0f} times the usual {usual:.4g}'
 
     def after_update(self, trainer:Trainer, figures:Figures)->None:
@@ -517,9 +518,9 @@ class Guard(Hook):
 # %% ../../nbs/49_training.trainer.ipynb #794e9e50
 def _stateful_hooks(trainer:Trainer)->dict[str,Any]: # by the name of their class
     "Returns the hooks that remember something."
-    found = [hook for hook in trainer.hooks if isinstance(hook, Stateful)]
-    named = {type(hook).__name__:hook for hook in found}
-    require(len(named)==len(found), f'two hooks of one class among {(*named,)}: '
+    hooks = [hook for hook in trainer.hooks if isinstance(hook, Stateful)]
+    named = {type(hook).__name__:hook for hook in hooks}
+    require(len(named)==len(hooks), f'two hooks of one class among {(*named,)}: '
         'give one a class of its own, its name keeps their states apart')
     return named
 
@@ -528,28 +529,32 @@ def _saved_state(name:str, hook:Stateful)->dict[str,Any]: # a copy, for the run 
     "Returns what a hook remembers; a UsageError if it is neither tensors nor what JSON can hold."
     state = hook.state_dict()
     tensors = {k:w.detach().to('cpu', copy=True) for k,w in state.items() if isinstance(w, Tensor)}
-    plain = {k:v for k,v in state.items() if k not in tensors}
+    plain = {name:value for name,value in state.items() if name not in tensors}
     try: return json.loads(json.dumps(plain))|tensors
-    except (TypeError, ValueError) as e: raise UsageError(f'the state of hook {name} cannot be saved as JSON '
+    except (TypeError, ValueError) as e:
+        raise UsageError(f'the state of hook {name} cannot be saved as JSON '
         f'({e}): give tensors by name, numbers, strings, lists') from e
 
 # %% ../../nbs/49_training.trainer.ipynb #c4b7158c
 def state_dict(trainer:Trainer)->dict[str,Any]: # JSON-able but for tensors of hooks; every rank must call
     "Returns what a run resumes from, besides weights, optimizer and random generators."
     position = trainer.feed.state_dict()
+    if position is not None:
+        position = merge_states(trainer.dist.gather(position))
     return {f.name:getattr(trainer, f.name) for f in fields(Counters)}|dict(
         epoch=trainer.epoch+(trainer.last and trainer.feed.over), # the last update ends its epoch
-        planned=_planned(trainer),
-        data=None if position is None else merge_states(trainer.dist.gather(position)),
+        planned=trainer.planned, data=position,
         configs=dict(vlm=asdict(trainer.base.cfg), train=asdict(trainer.cfg)),
-        precision=str(trainer.dtype), scaler=trainer.scaler.state_dict(), log=trainer.log.position,
+        precision=str(trainer.dtype), scaler=trainer.scaler.state_dict(),
+        log=trainer.log.position,
         world_size=trainer.dist.world_size,
         hooks={name:_saved_state(name, hook) for name,hook in _stateful_hooks(trainer).items()})
 
 # %% ../../nbs/49_training.trainer.ipynb #abb654a7
 def save(trainer:Trainer, then:Callable=str)->None: # `then(path)` when it is complete; every rank must call
     "Has the checkpoint of this update written, and deletes what is too old."
-    if trainer.saved==trainer.step or trainer.log.run_dir is None: return # it is there, or has no place
+    if trainer.saved==trainer.step or trainer.log.run_dir is None:
+        return # it is there, or has no place
     def complete(path):
         then(path)
         prune(path.parent, trainer.cfg.max_keep_ckpts)
@@ -562,6 +567,8 @@ def save(trainer:Trainer, then:Callable=str)->None: # `then(path)` when it is co
 # %% ../../nbs/49_training.trainer.ipynb #cc6fcc3b
 class Checkpoint(Hook):
     "Writes `step_N` every `every` updates, when it is to be validated, and when the run ends or stops."
+    order = 20
+
     def __init__(self, every:int, judged:int, then:Callable=str): # updates; `then(path)` when it is complete
         self.every = every
         self.judged = judged
@@ -573,7 +580,8 @@ class Checkpoint(Hook):
         if trainer.step>0: every.append(self.every)
         due = any(n>0 and trainer.step%n==0 for n in every)
         resumed = trainer.checkpoint and trainer.update is None
-        if trainer.last or trainer.stop or resumed or due: save(trainer, self.then)
+        if trainer.last or trainer.stop or resumed or due:
+            save(trainer, self.then)
 
     def end(self, trainer:Trainer)->None:
         "Saves what a stop would lose, and waits until all is written."
@@ -597,14 +605,17 @@ def _place_data(trainer:Trainer, state:dict, force:bool=False)->None: # if it do
 def _load_weights(trainer:Trainer, checkpoint:Path, state:dict, force:bool)->None: # see `resume`
     "Reads model, optimizer and scaler."
     merge = trainer.base.lora_note is None # else the adapters continue
-    load_full_weights(trainer.base, checkpoint_weights(checkpoint, trainer.base.config_class, merge)[1])
+    load_full_weights(trainer.base,
+        checkpoint_weights(checkpoint, trainer.base.config_class, merge)[1])
     if force and training_parts(state['configs']['train'])!=training_parts(asdict(trainer.cfg)):
         trainer.log.info('other parts train than before: the optimizer begins anew')
-    else: load_optimizer(checkpoint/'optimizer', trainer.base, trainer.optimizer, trainer.dist)
+    else:
+        load_optimizer(checkpoint/'optimizer', trainer.base, trainer.optimizer, trainer.dist)
     trainer.scaler.load_state_dict(state['scaler'])
     before = state['precision']
     now = str(trainer.dtype)
-    if before!=now: trainer.log.info(f'trained in {before} so far, from here in {now} (dtype changes it)')
+    if before!=now:
+        trainer.log.info(f'trained in {before} so far, from here in {now} (dtype changes it)')
 
 # %% ../../nbs/49_training.trainer.ipynb #c8a1d72d
 def _load_hooks(trainer:Trainer, checkpoint:Path, state:dict)->None: # its `trainer_state.json`
@@ -616,20 +627,14 @@ def _load_hooks(trainer:Trainer, checkpoint:Path, state:dict)->None: # its `trai
     for key,w in tensors.items():
         name,_,at = key.partition('.')
         states[name][at] = w
-    for name in states.keys() & named.keys(): named[name].load_state_dict(states[name])
+    for name in states.keys() & named.keys():
+        named[name].load_state_dict(states[name])
     for name in sorted(states.keys() ^ named.keys()):
-        if name in named: trainer.log.info(f'hook {name} begins anew: the checkpoint has no state of it')
-        else: trainer.log.info(f'the checkpoint has a state of hook {name}, '
+        if name in named:
+            trainer.log.info(f'hook {name} begins anew: the checkpoint has no state of it')
+        else:
+            trainer.log.info(f'the checkpoint has a state of hook {name}, '
             'which this run does not have: it is left out')
-
-# %% ../../nbs/49_training.trainer.ipynb #ffb5759e
-def _take_directory(trainer, state):
-    "Makes log and best checkpoint those of the state, if the run's directory is the checkpoint's own."
-    if trainer.owned: trainer.saved = trainer.step
-    trainer.log.cut(state['log'] if trainer.owned else 0) # what a killed run did later is done again
-    best = inf,None
-    if trainer.owned: best = on_master(trainer.dist, lambda: best_kept(trainer.log.run_dir, state))
-    trainer.best_val_loss,trainer.best_step = best
 
 # %% ../../nbs/49_training.trainer.ipynb #ffb5759f
 # of `trainer_state.json`; a counter that an older checkpoint lacks keeps its default
@@ -654,12 +659,21 @@ def resume(trainer:Trainer, checkpoint:Path, # at update 0; a `step_N` directory
     for f in fields(Counters):
         if f.name in state: setattr(trainer, f.name, state[f.name])
     trainer.checkpoint = checkpoint
-    trainer.owned = trainer.log.run_dir is not None and is_own(trainer.log.run_dir, checkpoint)
+    trainer.owned = trainer.log.run_dir is not None and is_own(trainer.log.run_dir,
+        checkpoint)
     _load_hooks(trainer, checkpoint, state)
     restore = partial(_restore_chance, checkpoint/f'rng_{trainer.dist.rank}.json')
     same_ranks = state['world_size']==trainer.dist.world_size
     if same_ranks: on_all(trainer.dist, restore)
     then()
-    _take_directory(trainer, state)
-    if same_ranks: restore() # what was drawn since then does not count
+
+    # log and best checkpoint become those of the state, if the run's directory is the checkpoint's own
+    if trainer.owned: trainer.saved = trainer.step
+    trainer.log.cut(state['log'] if trainer.owned else 0) # what a killed run did later is done again
+    best = inf,None # loss, update
+    if trainer.owned:
+        best = on_master(trainer.dist, lambda: best_kept(trainer.log.run_dir, state))
+    trainer.best_val_loss,trainer.best_step = best
+    if same_ranks:
+        restore() # what was drawn since then does not count
     return trainer

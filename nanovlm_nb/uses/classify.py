@@ -6,7 +6,7 @@
 __all__ = ['IMAGE_COLUMNS', 'LABEL_COLUMNS', 'BUILT_IN', 'TEST_SPLITS', 'LOGS', 'SECTIONS', 'GUIDE', 'digits_splits',
            'shapes_splits', 'load_splits', 'split_pair', 'load_classes', 'ClassConfig', 'VLMClassifier',
            'make_classifier', 'plot_confusion', 'ValidateClasses', 'sorted_in', 'Settings', 'configs_of', 'classify_on',
-           'main']
+           'classify', 'sort_pictures']
 
 # %% ../../nbs/81_uses.classify.ipynb #0f1ecc93
 import random,json,os,re,threading
@@ -56,7 +56,6 @@ from ..data.loader import load_tokenizer,pack_loader,transforms_of
 from ..answers.answer import left_pad
 from ..answers.tasks import digit_pictures
 from ..training.trainer import Hook,Trainer,Validate,over_validation
-from ..training.trainer import length as updates_of
 from ..runs.ending import exit_code,relaunch
 from ..runs.run import process_group,run
 
@@ -67,24 +66,26 @@ LABEL_COLUMNS = ('label','labels','fine_label','class','category')
 def _find_column(columns:list[str], known:tuple[str,...], # of a data set; usual names, the likeliest first
     what:str)->str: # what is looked for, for the message; the first of `known` that is there
     "Returns the column that holds something."
-    found = [c for c in known if c in columns]
-    require(found or 'video' not in columns,
-        f'no column with {what} among {columns}: videos are not read here, save pictures of them')
-    require(found, f'no column with {what} among {columns}: rename it to one of {", ".join(known)}')
-    return found[0]
+    for column in known:
+        if column in columns: return column
+    remedy = f'rename it to one of {", ".join(known)}'
+    if 'video' in columns: remedy = 'videos are not read here, save pictures of them'
+    raise UsageError(f'no column with {what} among {columns}: {remedy}')
 
 # %% ../../nbs/81_uses.classify.ipynb #80ab0001
 def _label_column(ds): return _find_column(ds.column_names, LABEL_COLUMNS, 'labels')
 
 def _labels_of(ds:datasets.Dataset)->list: # a row's label: a name, or a number that has none
     "Returns the labels of a data set."
-    key = _label_column(ds)
-    values = ds.select_columns([key])[key][:]
-    names = getattr(ds.features[key], 'names', None)
-    for i,v in enumerate(values):
-        require(isinstance(v, (str, int)) and (not names or v in range(len(names))),
-            f'row {i} has the label {v!r}: a label is a text or a whole number, remove what has no label')
-    return [names[v] for v in values] if names else values
+    column = _label_column(ds)
+    values = ds.select_columns([column])[column][:]
+    names = getattr(ds.features[column], 'names', None)
+    for row,value in enumerate(values):
+        require(isinstance(value, (str, int)) and (not names or value in range(len(names))),
+            f'row {row} has the label {value!r}: a label is a text or a whole number, '
+            'remove what has no label')
+    if not names: return values
+    return [names[value] for value in values]
 
 # %% ../../nbs/81_uses.classify.ipynb #08d4f061
 def _labelled(rows, names): # rows: picture and number of its class
@@ -95,7 +96,7 @@ def _labelled(rows, names): # rows: picture and number of its class
 def digits_splits(side:int=64, # pixels; there are 8 x 8 in each picture
 )->dict[str,datasets.Dataset]: # 'train' 1,297 and 'test' 500 pictures
     "scikit-learn's handwritten digits in the order in which they are kept there."
-    rows = [dict(image=im.resize((side,side)), label=y) for im,y in digit_pictures()]
+    rows = [dict(image=image.resize((side,side)), label=digit) for image,digit in digit_pictures()]
     return _labelled(rows, [str(i) for i in range(10)]).train_test_split(test_size=500, shuffle=False)
 
 # %% ../../nbs/81_uses.classify.ipynb #80aa0008
@@ -140,11 +141,11 @@ def split_pair(splits:dict[str,datasets.Dataset], # from `load_splits`
     seed:int=0)->dict[str,datasets.Dataset]: # of that choice; two: for training, and for evaluation
     "Returns the standard splits; where there is only one, a part of it is set aside."
     require('train' in splits, f'no split `train`: there are {", ".join(splits)}')
-    test = next((s for s in TEST_SPLITS if s in splits), None)
-    if test: return dict(train=splits['train'], **{test:splits[test]})
-    n = len(splits['train'])
-    require(0<val_share*n<=n-1, f'val_share {val_share} of {n} pictures leaves none for training or for '
-        'evaluation: give another share, or more pictures')
+    for test in TEST_SPLITS:
+        if test in splits: return {'train':splits['train'], test:splits[test]}
+    count = len(splits['train'])
+    require(0<val_share*count<=count-1, f'val_share {val_share} of {count} pictures leaves '
+        'none for training or for evaluation: give another share, or more pictures')
     parts = splits['train'].train_test_split(test_size=val_share, seed=seed)
     return dict(train=parts['train'], held=parts['test'])
 
@@ -156,16 +157,17 @@ def _names_of(splits:Iterable[datasets.Dataset], # of one data set
     for ds in splits:
         names = getattr(ds.features[_label_column(ds)], 'names', [])
         if names: return names
-    every = set().union(*map(_labels_of, splits))
-    return [str(v) for v in sorted(every, key=lambda v: (isinstance(v, str), v))]
+    labels = set().union(*map(_labels_of, splits))
+    numbers_first = sorted(labels, key=lambda label: (isinstance(label, str), label))
+    return [*map(str, numbers_first)]
 
 # %% ../../nbs/81_uses.classify.ipynb #8bbee4b3
 def _undecoded(ds):
     "Returns the pictures of a data set as they are kept."
-    key = _find_column(ds.column_names, IMAGE_COLUMNS, 'pictures')
+    column = _find_column(ds.column_names, IMAGE_COLUMNS, 'pictures')
     kind = datasets.Image(decode=False)
-    several = isinstance(ds.features[key], datasets.List)
-    return ds.select_columns([key]).cast_column(key, datasets.List(kind) if several else kind)
+    if isinstance(ds.features[column], datasets.List): kind = datasets.List(kind)
+    return ds.select_columns([column]).cast_column(column, kind)
 
 # %% ../../nbs/81_uses.classify.ipynb #80ab0005
 class _ClassRows(ConcatDataset):
@@ -174,27 +176,30 @@ class _ClassRows(ConcatDataset):
         names:list[str]): # of all classes
         require(any(map(len, splits.values())), f'no rows in {[name for name,_ in splits]}')
         super().__init__([*map(_undecoded, splits.values())])
-        number = {name:i for i,name in enumerate(names)}
-        self.sizes = {k:len(ds) for k,ds in splits.items()}
+        number = {name:place for place,name in enumerate(names)}
+        self.sizes = {}
         self.notes = []
         for (name,split),ds in splits.items():
-            for j,label in enumerate(_labels_of(ds)):
-                self.notes.append((name, f'{split}{j}', number[str(label)]))
+            self.sizes[name,split] = len(ds)
+            for row,label in enumerate(_labels_of(ds)):
+                self.notes.append((name, f'{split}{row}', number[str(label)]))
 
     def __getitem__(self, i:int)->dict: # 'images' (one, encoded), 'label', 'source', 'row_id'
         [pictures] = super().__getitem__(i).values()
+        if not isinstance(pictures, list): pictures = [pictures]
         (source,row_id,label) = self.notes[i]
-        return dict(images=pictures if isinstance(pictures, list) else [pictures], label=label,
-                    source=source, row_id=row_id, texts=[])
+        return dict(images=pictures, label=label, source=source, row_id=row_id, texts=[])
 
     def pictures(self)->Iterator[dict]: # each for `open_header`
         "Yields all pictures, encoded, three times as fast as row by row."
         for batch in chain.from_iterable(ds.with_format('arrow').iter(64) for ds in self.datasets):
-            for kept in batch.column(0).to_pylist(): yield from kept if isinstance(kept, list) else [kept]
+            for kept in batch.column(0).to_pylist():
+                yield from kept if isinstance(kept, list) else [kept]
 
     def answers(self)->dict[str,tuple[int,str,int]]: # id of a row -> its number, its data set, its class
         "Returns what is right, without a look at the pictures."
-        return {f'{name}/{row_id}':(i, name, label) for i,(name,row_id,label) in enumerate(self.notes)}
+        notes = enumerate(self.notes)
+        return {f'{name}/{row_id}':(place, name, label) for place,(name,row_id,label) in notes}
 
 # %% ../../nbs/81_uses.classify.ipynb #80ab0007
 class _ClassData(NamedTuple):
@@ -207,7 +212,7 @@ class _ClassData(NamedTuple):
 def load_classes(paths:list[str], val_share:float=.1, # data sets, see `load_splits`; see `split_pair`
     seed:int=0)->_ClassData: # see `split_pair`; their rows in the order of `paths`
     "Returns the rows of several data sets."
-    short = [Path(p).name for p in paths]
+    short = [Path(path).name for path in paths]
     require(len({*short})==len(short),
         f'data sets {short} have equal names: rename a folder, metrics go by these names')
     classes = {} # in the order in which they are met
@@ -250,7 +255,8 @@ class _ClassSamples(VQADataset):
     def __init__(self, cfg:ClassConfig, tokenizer, # with the image tokens
         custom_transforms=(), # augmentations, see `14_data.images`
     ):
-        super().__init__((), tokenizer, image_processor_of(cfg, custom_transforms), cfg.mp_image_token_length)
+        super().__init__((), tokenizer, image_processor_of(cfg, custom_transforms),
+            cfg.mp_image_token_length)
         self.cfg = cfg
         self.plans:dict[tuple,Plan] = {} # by the grids of a row's pictures: rows differ in nothing else
 
@@ -315,15 +321,17 @@ class VLMClassifier(VisionLanguageModel):
         require(len(images), 'no picture: give a list with one or more')
         samples = _ClassSamples(self.cfg, self.tokenizer)
         scores = []
-        for i in range(0, len(images), batch_size):
-            prompts,tiles = zip(*map(samples.prompt, images[i:i+batch_size]))
+        for start in range(0, len(images), batch_size):
+            prompts,tiles = zip(*map(samples.prompt, images[start:start+batch_size]))
             ids,mask = left_pad([*prompts], self.tokenizer.pad_token_id, self.device)
-            scores.append(self.score(self.hidden(ids, [*tiles], mask)[:,-1]).float().log_softmax(-1))
+            last = self.hidden(ids, [*tiles], mask)[:,-1]
+            scores.append(self.score(last).float().log_softmax(-1))
         probs = torch.cat(scores).exp().cpu()
-        return [self.cfg.class_names[i] for i in probs.argmax(1)],probs
+        return [self.cfg.class_names[place] for place in probs.argmax(1)],probs
 
 # %% ../../nbs/81_uses.classify.ipynb #6b1ad47e
-def _has_classes(folder): return 'class_names' in json.loads((folder/'config.json').read_bytes())
+def _has_classes(folder):
+    return 'class_names' in json.loads((folder/'config.json').read_bytes())
 
 # %% ../../nbs/81_uses.classify.ipynb #56bba7d9
 def make_classifier(cfg:ClassConfig,
@@ -337,9 +345,11 @@ def make_classifier(cfg:ClassConfig,
     if not path: return VLMClassifier(cfg, cfg.vlm_load_backbone_weights, read=read).train()
     model = VLMClassifier(cfg, held=COMPONENTS)
     known = _has_classes(resolve_checkpoint(path))
-    begun = (VLMClassifier if known else VisionLanguageModel).from_pretrained(path, read=False)
+    begun = (VLMClassifier if known else VisionLanguageModel).from_pretrained(path,
+        read=False)
     # a head of other classes, or of words, stays behind
-    if known and begun.cfg.class_names!=cfg.class_names: begun.unread.makers.pop('score.weight')
+    if known and begun.cfg.class_names!=cfg.class_names:
+        begun.unread.makers.pop('score.weight')
     begun.unread.makers.pop(HEAD, None)
     check_names(model, {'score.weight', *begun.unread}, path)
     model.unread = begun.unread
@@ -363,11 +373,12 @@ def _confusion(judged:Iterable[_Judged], n:int)->np.ndarray: # (n, n)
 def _metrics_of(judged:list[_Judged])->dict[str,float]: # at least one
     "Returns `eval/{dataset}_accuracy` of each data set, and `eval/overall_` accuracy and loss."
     require(judged, 'no picture was evaluated: is the evaluation split empty, or were all pictures dropped?')
-    by_dataset = {}
-    for j in judged: by_dataset.setdefault(j.dataset, []).append(j.label==j.predicted)
+    by_dataset:dict[str,list[bool]] = {}
+    for row in judged:
+        by_dataset.setdefault(row.dataset, []).append(row.label==row.predicted)
     figures = {f'eval/{name}_accuracy':sum(right)/len(right) for name,right in by_dataset.items()}
-    figures['eval/overall_accuracy'] = sum(j.label==j.predicted for j in judged)/len(judged)
-    figures['eval/overall_loss'] = sum(j.loss for j in judged)/len(judged)
+    figures['eval/overall_accuracy'] = sum(map(sum, by_dataset.values()))/len(judged)
+    figures['eval/overall_loss'] = sum(row.loss for row in judged)/len(judged)
     return figures
 
 # %% ../../nbs/81_uses.classify.ipynb #5da4084d
@@ -376,18 +387,19 @@ def plot_confusion(matrix:np.ndarray, names:list[str], # from `_confusion`; of t
     path:str|Path|None=None, title:str='', # file to write
 )->Figure: # shares of each row, the counts written in where there are few classes
     "Draws a confusion matrix."
-    n = len(names)
+    count = len(names)
     shares = matrix/np.maximum(matrix.sum(1, keepdims=True), 1)
-    fig = Figure(figsize=(max(5.4, 1.8+min(.37*n, 10)), max(5., 1.4+min(.37*n, 10))))
+    side = min(.37*count, 10)
+    fig = Figure(figsize=(max(5.4, 1.8+side), max(5., 1.4+side)))
     ax = fig.subplots()
     ax.imshow(shares, cmap='Blues', vmin=0, vmax=1)
     ax.set(xlabel='predicted', ylabel='true class', title=title)
-    if n<=40:
-        ax.set_xticks(range(n), names, rotation=90)
-        ax.set_yticks(range(n), names)
+    if count<=40:
+        ax.set_xticks(range(count), names, rotation=90)
+        ax.set_yticks(range(count), names)
     for i,j in zip(*matrix.nonzero()):
         colour = 'white' if shares[i,j]>.5 else 'black'
-        if n<=20: ax.text(j, i, matrix[i,j], ha='center', va='center', color=colour)
+        if count<=20: ax.text(j, i, matrix[i,j], ha='center', va='center', color=colour)
     return finished(fig, path)
 
 # %% ../../nbs/81_uses.classify.ipynb #562f1085
@@ -398,24 +410,26 @@ class ValidateClasses(Validate):
     def begin(self, trainer:Trainer)->None:
         "Keeps the best of an earlier start, unless it was left behind, or is another run's."
         self.labels = trainer.held_out.source.rows.answers()
-        found = trainer.log.run_dir/f"step_{self.best['best_model_step']}"
-        if not on_master(trainer.dist, found.is_dir): self.best = type(self).best
+        checkpoint = trainer.log.run_dir/f"step_{self.best['best_model_step']}"
+        if not on_master(trainer.dist, checkpoint.is_dir): self.best = type(self).best
         super().begin(trainer)
 
     def judge(self, trainer:Trainer, batch:Batch, inputs:dict)->list[_Judged]: # see `inputs_of`
         "Returns what the model thinks of the pictures of a micro-batch."
-        rows = [self.labels[i] for i in chain.from_iterable(batch['ids'])]
         logits,_ = trainer.base(**inputs, reduction='sum', return_logits=True)
         scores = logits.flatten(0, 1)[inputs['layout'].at].float().log_softmax(-1).cpu()
-        return [_Judged(place, name, label, int(s.argmax()), -float(s[label]))
-            for (place,name,label),s in zip(rows, scores)]
+        judged = []
+        for row_id,of_row in zip(chain.from_iterable(batch['ids']), scores):
+            place,dataset,label = self.labels[row_id]
+            judged.append(_Judged(place, dataset, label, int(of_row.argmax()), -float(of_row[label])))
+        return judged
 
     def measure(self, trainer:Trainer)->dict[str,float]|None: # every rank calls; None: stopped, or no picture
         "Evaluates every picture once, over all ranks; `val_loss` is the mean loss."
-        t = trainer
-        found = over_validation(t, lambda batch, inputs: self.judge(t, batch, inputs))
-        if found is None: return None
-        batches = chain.from_iterable(t.dist.gather(found))
+        def judge(batch, inputs): return self.judge(trainer, batch, inputs)
+        judged = over_validation(trainer, judge)
+        if judged is None: return None
+        batches = chain.from_iterable(trainer.dist.gather(judged))
         self.judged = sorted(chain.from_iterable(batches))
         if not self.judged: return None
         figures = _metrics_of(self.judged)
@@ -423,18 +437,19 @@ class ValidateClasses(Validate):
 
     def note(self, trainer:Trainer, found:dict[str,float])->bool: # the figures; whether they are the best
         "Remembers the best accuracy, and draws what was confused."
-        t = trainer
         accuracy = found['eval/overall_accuracy']
-        before = self.best['best_model_step']
-        super().note(t, found)
-        if not t.step: return False
-        better = before is None or accuracy>self.best['best_overall_accuracy']
-        if better: self.best = dict(best_overall_accuracy=accuracy, best_model_step=t.step)
+        first = self.best['best_model_step'] is None
+        super().note(trainer, found)
+        if not trainer.step: return False
+        better = first or accuracy>self.best['best_overall_accuracy']
+        if better:
+            self.best = dict(best_overall_accuracy=accuracy, best_model_step=trainer.step)
         found |= self.best|dict(best_step=self.best['best_model_step'])
-        if better and t.dist.is_master:
-            names = t.base.cfg.class_names
-            title = f'update {t.step}: {accuracy:.1%} right'
-            plot_confusion(_confusion(self.judged, len(names)), names, t.log.run_dir/'confusion.png', title)
+        if better and trainer.dist.is_master:
+            names = trainer.base.cfg.class_names
+            title = f'update {trainer.step}: {accuracy:.1%} right'
+            matrix = _confusion(self.judged, len(names))
+            plot_confusion(matrix, names, trainer.log.run_dir/'confusion.png', title)
         return better
 
     def after_update(self, trainer:Trainer, figures:dict[str,float])->None:
@@ -445,9 +460,9 @@ class ValidateClasses(Validate):
     @property
     def findings(self)->list[str]: # for the page of the run
         "Returns the best accuracy so far."
-        share = self.best['best_overall_accuracy']
         step = self.best['best_model_step']
-        return [] if step is None else [f'best accuracy {share:.1%} at update {step}']
+        if step is None: return []
+        return [f"best accuracy {self.best['best_overall_accuracy']:.1%} at update {step}"]
 
     def state_dict(self)->dict: # JSON-able
         "Returns the best evaluation so far."
@@ -507,7 +522,8 @@ _AT = [0, _NAMES.index('datasets'), _NAMES.index('log_freq'), None]
 SECTIONS:dict[str,list[str]] = {section:_NAMES[a:b]
     for section,a,b in zip(('model','training','monitor'), _AT, _AT[1:])}
 # key of a guide for Qwen2.5-VL -> here
-GUIDE = dict(pretrained_name='name', num_epochs='epochs', num_train_epochs='epochs', lr='learning_rate',
+GUIDE = dict(pretrained_name='name', num_epochs='epochs',
+    num_train_epochs='epochs', lr='learning_rate',
     per_device_train_batch_size='batch_size', training_log_freq='log_freq')
 
 # %% ../../nbs/81_uses.classify.ipynb #81aa0001
@@ -524,20 +540,20 @@ def _entries(sections, where, known):
 def sorted_in(sections:dict, where:str='the settings')->dict[str,Any]: # section -> its entries; for messages
     "Returns what `Settings` takes: own keys, fields of the two configurations, and what was translated."
     check_known(sections, SECTIONS, f'section in {where}')
-    own = {}
-    vlm = {}
-    train = {}
-    said = []
-    into = {}
-    for found,cfg in ((train,TrainConfig), (vlm,VLMConfig), (own,_Keys)):
-        into |= dict.fromkeys([f.name for f in fields(cfg)], found)
-    for written,value in _entries(sections, where, into):
+    own:dict[str,Any] = {}
+    vlm:dict[str,Any] = {}
+    train:dict[str,Any] = {}
+    translations = []
+    place_of = {} # key -> one of these three
+    for place,cfg in ((train,TrainConfig), (vlm,VLMConfig), (own,_Keys)):
+        place_of |= dict.fromkeys(cfg.__dataclass_fields__, place)
+    for written,value in _entries(sections, where, place_of):
         key = GUIDE.get(written, written)
-        check_known([key], into, f'key in {where}')
-        if key!=written: said.append(f'{written} in {where} is {key} here')
-        require(key not in into[key], f'{where} gives {key} twice, once as {written}: leave one out')
-        into[key][key] = value
-    return own|dict(vlm=vlm, train=train, translations=said)
+        check_known([key], place_of, f'key in {where}')
+        if key!=written: translations.append(f'{written} in {where} is {key} here')
+        require(key not in place_of[key], f'{where} gives {key} twice, once as {written}: leave one out')
+        place_of[key][key] = value
+    return own|dict(vlm=vlm, train=train, translations=translations)
 
 # %% ../../nbs/81_uses.classify.ipynb #831b7486
 @dataclass
@@ -569,75 +585,85 @@ class Settings(_Keys):
         Path(path).write_text(text, encoding='utf-8')
 
 # %% ../../nbs/81_uses.classify.ipynb #54ac7ec5
-def _own_start(s):
-    "Configuration and checkpoint of the run that is to resume; None: it begins, or has no checkpoint."
-    run_dir = run_path(s.output_dir, **dict(run_name=s.run_name)|s.train)
-    own = last_checkpoint(run_dir) if run_dir and s.train.get('resume') else None
-    return own and (read_state(own)['configs']['vlm'],own)
-
-def _start(s):
+def _start(settings):
     """Returns the configuration to begin with, the checkpoint that its weights come from, and where its
     tokenizer is looked for. What a run began with may be gone once it has a checkpoint."""
-    name = s.name
-    changes = s.vlm
-    if name in PRESETS: return evolve(preset(name)[0], **changes),None,None
-    own = _own_start(s)
-    if own: saved,folder = own
+    name = settings.name
+    if name in PRESETS: return evolve(preset(name)[0], **settings.vlm),None,None
+    resumed = None
+    if settings.train.get('resume'):
+        run_dir = run_path(settings.output_dir, **dict(run_name=settings.run_name)|settings.train)
+        if run_dir: resumed = last_checkpoint(run_dir)
+    if resumed:
+        folder = resumed
+        saved = read_state(resumed)['configs']['vlm']
     else:
         # asked before gigabytes are fetched
         other = re.search(r'qwen(?!2\.5)[0-9.]*[_-]?vl', Path(name).name.lower())
-        require(Path(name).is_dir() or not other, f'model.name is {name!r}, but of its kind only Qwen2.5-VL '
+        require(Path(name).is_dir() or not other,
+            f'model.name is {name!r}, but of its kind only Qwen2.5-VL '
             'is built here: give that, a SmolVLM, an Idefics3 or a checkpoint of this library')
         folder = resolve_checkpoint(find_checkpoint(name))
         saved = checkpoint_config(folder, ClassConfig if _has_classes(folder) else VLMConfig).to_dict()
         saved['lm_tokenizer'] = find_tokenizer(folder, saved['lm_tokenizer'])
-    cfg = VLMConfig.from_dict({k:v for k,v in saved.items() if not k.startswith('class_')})
-    return evolve(cfg, **changes),None if own else str(folder),folder
+    of_model = {field:value for field,value in saved.items() if not field.startswith('class_')}
+    cfg = evolve(VLMConfig.from_dict(of_model), **settings.vlm)
+    return cfg,None if resumed else str(folder),folder
 
 # %% ../../nbs/81_uses.classify.ipynb #af2705ef
-_SAME = dict(lr_backbones='learning_rate', batch_size='batch_size', max_epochs='epochs', run_name='run_name',
-    gradient_accumulation_steps='gradient_accumulation_steps', train_dataset_name='datasets',
-    vision_checkpointing='gradient_checkpointing', language_checkpointing='gradient_checkpointing',
-    max_keep_ckpts='save_total_limit', eval_interval='eval_log_freq', stats_log_interval='report_freq',
+_SAME = dict(lr_backbones='learning_rate', batch_size='batch_size',
+    max_epochs='epochs', run_name='run_name',
+    gradient_accumulation_steps='gradient_accumulation_steps',
+    train_dataset_name='datasets',
+    vision_checkpointing='gradient_checkpointing',
+    language_checkpointing='gradient_checkpointing',
+    max_keep_ckpts='save_total_limit', eval_interval='eval_log_freq',
+    stats_log_interval='report_freq',
     log_wandb='use_wandb', wandb_project='project') # field of `TrainConfig` -> key
-_ALWAYS:dict[str,Any] = dict(train_dataset_path='labels', stream_dataset=False, val_size=0,
+_ALWAYS:dict[str,Any] = dict(train_dataset_path='labels', stream_dataset=False,
+    val_size=0,
     max_images_per_example=1, max_images_per_knapsack=1, ask_samples=0, use_lmms_eval=False,
     wandb_entity=None)
 
 # %% ../../nbs/81_uses.classify.ipynb #81aa0012
-def _warmup_steps(s:Settings, updates:int)->int: # of the run
+def _warmup_steps(settings:Settings, updates:int)->int: # of the run
     "Returns the updates in which the learning rate rises: as asked, or a tenth of a run that is not as long."
-    return s.warmup_steps if s.warmup_steps<updates else updates//10
+    if settings.warmup_steps<updates: return settings.warmup_steps
+    return updates//10
 
 # %% ../../nbs/81_uses.classify.ipynb #81aa0004
-def _train_config(s:Settings, data:_ClassData, world_size:int, # ranks
+def _train_config(settings:Settings, data:_ClassData, world_size:int, # ranks
     longest:int, weights:str|None)->TrainConfig: # sample, in tokens; checkpoint to begin with
     "Returns the run that the file asks for."
-    lanes = s.batch_size*s.gradient_accumulation_steps
-    updates = s.epochs*-(-len(data.train)//(lanes*world_size))
-    length = min(updates, s.train.get('max_training_steps', updates))
-    warmup = _warmup_steps(s, length)
-    workers = min(s.dataloader_num_workers, lanes, os.cpu_count() or 1) # at most one a core, and one a lane
-    computed:dict[str,Any] = dict(lr_mp=s.learning_rate, max_training_steps=updates,
-        warmup_ratio=warmup/length, max_sample_length=longest, max_val_batches=len(data.val),
-        num_workers=workers, val_workers=min(workers, 2), load_from=weights)
-    same = {k:getattr(s, key) for k,key in _SAME.items()}
-    return evolve(TrainConfig(**same, **_ALWAYS, **computed), **s.train)
+    lanes = settings.batch_size*settings.gradient_accumulation_steps
+    updates = settings.epochs*-(-len(data.train)//(lanes*world_size))
+    length = min(updates, settings.train.get('max_training_steps', updates))
+    # at most one a core, and one a lane
+    workers = min(settings.dataloader_num_workers, lanes, os.cpu_count() or 1)
+    values:dict[str,Any] = _ALWAYS|dict(lr_mp=settings.learning_rate,
+        max_training_steps=updates,
+        warmup_ratio=_warmup_steps(settings, length)/length, max_sample_length=longest,
+        max_val_batches=len(data.val), num_workers=workers, val_workers=min(workers, 2),
+        load_from=weights)
+    for field,key in _SAME.items(): values[field] = getattr(settings, key)
+    return evolve(TrainConfig(**values), **settings.train)
 
 # %% ../../nbs/81_uses.classify.ipynb #af2705f0
-def configs_of(s:Settings, data:_ClassData, world_size:int=1)->tuple[ClassConfig,TrainConfig]: # ranks
+def configs_of(settings:Settings, data:_ClassData, world_size:int=1)->tuple[ClassConfig,TrainConfig]: # ranks
     "Returns what the rest of the library understands: the model and the run."
-    require(s.num_labels in (None, len(data.names)), f'num_labels is {s.num_labels}, but '
-        f'{", ".join(s.datasets)} have {len(data.names)} classes: leave it out or change the data')
-    base,weights,folder = _start(s)
-    cfg = _as_classifier(base, data.names, class_prompt=s.prompt,
-        vlm_checkpoint_path=s.output_dir, hf_repo_name=None,
-        attn_backend=base.attn_backend if s.memory_efficient_attention else 'explicit')
-    source = find_tokenizer(folder, cfg.lm_tokenizer) if folder else cfg.lm_tokenizer
+    require(settings.num_labels in (None, len(data.names)),
+        f'num_labels is {settings.num_labels}, but '
+        f'{", ".join(settings.datasets)} have {len(data.names)} classes: leave it out or change the data')
+    base,weights,folder = _start(settings)
+    cfg = _as_classifier(base, data.names, class_prompt=settings.prompt,
+        vlm_checkpoint_path=settings.output_dir, hf_repo_name=None,
+        attn_backend=base.attn_backend if settings.memory_efficient_attention else 'explicit')
+    source = cfg.lm_tokenizer
+    if folder: source = find_tokenizer(folder, source)
     tokenizer = load_tokenizer(evolve(cfg, lm_tokenizer=source))
     pictures = chain(data.train.pictures(), data.val.pictures())
     cfg = evolve(cfg, lm_max_length=_ClassSamples(cfg, tokenizer).longest(pictures))
-    train_cfg = _train_config(s, data, world_size, cfg.lm_max_length, weights)
+    train_cfg = _train_config(settings, data, world_size, cfg.lm_max_length, weights)
     require(not train_cfg.stream_dataset,
         'stream_dataset is True, but a classifier reads its pictures in any order: leave it out')
     require(train_cfg.lr_mp>0, f'lr_mp is {train_cfg.lr_mp}: '
@@ -653,36 +679,38 @@ class _ClassHook(Hook):
 
     def begin(self, trainer:Trainer)->None:
         "Writes the settings, and some lines into the log."
-        s = self.settings
+        settings = self.settings
         log = trainer.log
-        workers = trainer.cfg.num_workers
-        if trainer.dist.is_master: s.save(log.run_dir/CLASSIFY)
-        parts = self.data.train.sizes|self.data.val.sizes
-        sizes = ', '.join(f'{name} {n} {split}' for (name,split),n in parts.items())
-        asked = f'{workers} workers for training (asked for {s.dataloader_num_workers})'
-        what = f'{len(self.data.names)} classes; {sizes}; {asked}'
-        freq = f'training, speed and memory are reported together, every {s.report_freq} updates'
-        lines = [*s.translations, what, freq]
-        length = updates_of(trainer) or s.warmup_steps+1
-        warmup = _warmup_steps(s, length)
-        if warmup<s.warmup_steps: lines.append(f'warmup_steps {s.warmup_steps}, but the run has {length} '
-            f'updates: the learning rate rises in {warmup} of them')
-        for line in lines: log.info(line)
+        if trainer.dist.is_master: settings.save(log.run_dir/CLASSIFY)
+        for line in settings.translations: log.info(line)
+        counts = self.data.train.sizes|self.data.val.sizes
+        sizes = ', '.join(f'{name} {count} {split}' for (name,split),count in counts.items())
+        log.info(f'{len(self.data.names)} classes; {sizes}; {trainer.cfg.num_workers} workers for training '
+            f'(asked for {settings.dataloader_num_workers})')
+        log.info('training, speed and memory are reported together, '
+            f'every {settings.report_freq} updates')
+        length = trainer.total_steps or settings.warmup_steps+1
+        warmup = _warmup_steps(settings, length)
+        if warmup<settings.warmup_steps: log.info(f'warmup_steps {settings.warmup_steps}, but the run has '
+            f'{length} updates: the learning rate rises in {warmup} of them')
 
 # %% ../../nbs/81_uses.classify.ipynb #81ab0008
 def _classify_again(run_dir:Path, settings:dict, # of the run; its fields
     dist:Dist=Dist(), changes:dict={}, # its ranks; fields that are to have another value
 )->str: # a line for the shell
     "Returns the command that resumes a run, as `runs.start.go_on` does of others."
-    words = ['--config', run_dir/CLASSIFY, '--run_name', run_dir.name, '--resume_from', 'latest']
-    lines = ', '.join(f'{k}: {v}' for k,v in changes.items())
-    first = f', after {lines} was written into the file' if changes else ''
-    return relaunch('classify', words, settings, dist)+first
+    words = ['--config', run_dir/CLASSIFY, '--run_name', run_dir.name,
+        '--resume_from', 'latest']
+    line = relaunch('classify', words, settings, dist)
+    if not changes: return line
+    entries = ', '.join(f'{key}: {value}' for key,value in changes.items())
+    return f'{line}, after {entries} was written into the file'
 
 # %% ../../nbs/81_uses.classify.ipynb #a832774b
-def _check_run(s:Settings, train_cfg:TrainConfig)->None: # with what a DeepSpeed file says
+def _check_run(settings:Settings, train_cfg:TrainConfig)->None: # with what a DeepSpeed file says
     "Raises a UsageError where the pieces do not go together."
-    wanted,now = [(c.batch_size, c.gradient_accumulation_steps) for c in (s,train_cfg)]
+    wanted = settings.batch_size,settings.gradient_accumulation_steps
+    now = train_cfg.batch_size,train_cfg.gradient_accumulation_steps
     require(wanted==now, f'batch_size x gradient_accumulation_steps is {wanted[0]} x {wanted[1]} in the '
         f'section training, but {now[0]} x {now[1]} in the DeepSpeed file, and updates were counted '
         'with the former: write the same numbers')
@@ -690,11 +718,14 @@ def _check_run(s:Settings, train_cfg:TrainConfig)->None: # with what a DeepSpeed
 # %% ../../nbs/81_uses.classify.ipynb #6057bcb5
 def _class_parts(settings:Settings, data:_ClassData, train_cfg:TrainConfig)->dict[str,Any]: # for `run`
     "Returns model, data and hooks of a run that classifies."
-    def loaders(c, cfg, dist, tokenizer):
-        _check_run(settings, c)
-        parts = [(data.train, transforms_of(c), True, c.num_workers), (data.val, (), False, c.val_workers)]
-        return [pack_loader(MapSource(rows, c.seed, shuffle=shuffle), _ClassSamples(cfg, tokenizer, changes),
-            cfg, c, dist, shuffle, workers) for rows,changes,shuffle,workers in parts]
+    def loaders(train_cfg, cfg, dist, tokenizer):
+        _check_run(settings, train_cfg)
+        def loader(rows, transforms, shuffle, workers):
+            source = MapSource(rows, train_cfg.seed, shuffle=shuffle)
+            samples = _ClassSamples(cfg, tokenizer, transforms)
+            return pack_loader(source, samples, cfg, train_cfg, dist, shuffle, workers)
+        return [loader(data.train, transforms_of(train_cfg), True, train_cfg.num_workers),
+            loader(data.val, (), False, train_cfg.val_workers)]
     hooks = [_ClassHook(settings, data), ValidateClasses(train_cfg.eval_interval)]
     return dict(model=partial(make_classifier, read=False), loaders=loaders, hooks=hooks)
 
@@ -704,63 +735,71 @@ def classify_on(settings:Settings, dist:Dist,
     config:str|None=None, # the user's own file, which is kept as it is
 )->Path: # directory of the run
     "Trains a classifier on ranks that are already initialised."
-    data = load_classes(settings.datasets, settings.val_share, settings.train.get('seed', TrainConfig.seed))
+    data = load_classes(settings.datasets, settings.val_share,
+        settings.train.get('seed', TrainConfig.seed))
     configs = configs_of(settings, data, dist.world_size)
-    run_dir = run(*configs, **_class_parts(settings, data, configs[1]), dist=dist, stop=stop,
+    run_dir = run(*configs, **_class_parts(settings, data, configs[1]), dist=dist,
+        stop=stop,
                   asked=Namespace(config=config), command=_classify_again)
     if dist.is_master: _lay_out(run_dir)
     return run_dir
 
 # %% ../../nbs/81_uses.classify.ipynb #aafa6c0a
-def _with_resume(s:Settings, resume_from:str)->Settings: # 'checkpoint-N' of its run, a path, 'latest'
+def _with_resume(settings:Settings, resume_from:str)->Settings: # 'checkpoint-N', a path, 'latest'
     "Returns the settings of a run that resumes."
-    run_dir = Path(s.output_dir)/(s.run_name or '')
+    run_dir = Path(settings.output_dir)/(settings.run_name or '')
     checkpoint = Path(resume_from)
     latest = resume_from=='latest'
-    require(s.run_name or checkpoint.exists() and not latest,
+    require(settings.run_name or checkpoint.exists() and not latest,
         f'resume_from {resume_from}: give a path, or the run_name of the run that is meant')
-    if latest: return replace(s, train=s.train|dict(resume=True))
-    if not checkpoint.exists(): checkpoint = run_dir/resume_from.replace('checkpoint-', 'step_')
-    require(not s.run_name or run_of(checkpoint)==run_dir.resolve(), f'cannot resume: {checkpoint} is of '
-        f'another run than {run_dir}. Leave run_name out to go on with its own, '
+    if latest: return replace(settings, train=settings.train|dict(resume=True))
+    if not checkpoint.exists():
+        checkpoint = run_dir/resume_from.replace('checkpoint-', 'step_')
+    require(not settings.run_name or run_of(checkpoint)==run_dir.resolve(),
+        f'cannot resume: {checkpoint} '
+        f'is of another run than {run_dir}. Leave run_name out to go on with its own, '
         'or begin with its weights: --model')
-    return replace(s, train=s.train|dict(resume=True, load_from=str(checkpoint.resolve())))
+    start = dict(resume=True, load_from=str(checkpoint.resolve()))
+    return replace(settings, train=settings.train|start)
 
 # %% ../../nbs/81_uses.classify.ipynb #aafa6c0d
-def _asked_settings(v:Namespace)->Settings: # values from `cli.classify_parser`
-    "Returns the settings of the file, changed by flags."
-    s = Settings.load(v.config) if v.config else Settings()
-    require(not v.config or v.datasets or 'datasets' in s.given, f'{v.config} names no pictures: write '
-        '`datasets: [FOLDER]` in its section training, or give --datasets; a folder, a name on the hub, '
-        'digits or shapes')
-    again = {n:getattr(v, n) for n in TRUSTED if getattr(v, n, None)} # what a file of a run may not name
-    if v.config: check_trust(v.config, dict(wandb_project=s.project)|s.train, again)
-    if v.deepspeed_config: again['deepspeed_config'] = v.deepspeed_config
-    own = dict(name=v.model, datasets=v.datasets, run_name=v.run_name)
-    s = replace(s, train=s.train|again, **{k:value for k,value in own.items() if value})
-    return _with_resume(s, v.resume_from) if v.resume_from else s
+def _asked_settings(config:str|None, given:dict[str,Any], # a file; fields of `_Keys` in place of its own
+    trusted:dict[str,Any])->Settings: # fields of `TrainConfig`, also those that a run's file may not name
+    "Returns the settings of a file, changed by what has a value."
+    settings = Settings.load(config) if config else Settings()
+    require(not config or given['datasets'] or 'datasets' in settings.given,
+        f'{config} names no pictures: '
+        'write `datasets: [FOLDER]` in its section training, or give --datasets; a folder, a name on the '
+        'hub, digits or shapes')
+    trusted = {name:value for name,value in trusted.items() if value}
+    if config:
+        check_trust(config, dict(wandb_project=settings.project)|settings.train, trusted)
+    given = {name:value for name,value in given.items() if value}
+    return replace(settings, train=settings.train|trusted, **given)
 
 # %% ../../nbs/81_uses.classify.ipynb #3c7d145b
-def main(values:Namespace)->int: # from `classify_parser`; 0, or 85 after a signal
-    "Command `nanovlm classify`: trains a classifier, or sorts pictures with one."
-    if values.predict or values.pictures:
-        _sort_files(values.predict, values.pictures)
-        return 0
-    settings = _asked_settings(values)
+def classify(config:str|None=None, model:str|None=None, # YAML file; in place of its `name`
+    datasets:list[str]|None=None, run_name:str|None=None, # in place of what the file has
+    resume_from:str|None=None, **trusted:Any)->int: # see `_with_resume`, `_asked_settings`; see `exit_code`
+    "Trains a classifier as a file says, on the ranks of torchrun."
+    given = dict(name=model, datasets=datasets, run_name=run_name)
+    settings = _asked_settings(config, given, trusted)
+    if resume_from: settings = _with_resume(settings, resume_from)
     with process_group(settings.train.get('timeout_s', TrainConfig.timeout_s)) as (dist,stop):
-        run_dir = classify_on(settings, dist, stop, values.config)
+        run_dir = classify_on(settings, dist, stop, config)
     return exit_code(run_dir)
 
 # %% ../../nbs/81_uses.classify.ipynb #aafa6c0e
-def _sort_files(checkpoint:str, pictures:list[str])->None: # or a run directory; files
-    "Writes a line for each picture: file, class, probability."
-    require(checkpoint and pictures, 'to sort pictures, give --predict CHECKPOINT and '
-        'one or more files; to train, give --config FILE.yaml')
+def sort_pictures(checkpoint:str|None, pictures:list[str]|None)->None: # or a run directory; files
+    "Prints a line for each picture: file, class, probability."
+    if not (checkpoint and pictures):
+        raise UsageError('to sort pictures, give --predict CHECKPOINT and one or more files; '
+            'to train, give --config FILE.yaml')
     path = find_checkpoint(checkpoint)
     try: model = VLMClassifier.from_pretrained(path)
     except ValueError as e:
         raise UsageError(f'{checkpoint} cannot sort pictures: {e}; '
             'give a checkpoint of nanovlm classify') from e
     labels,probs = model.predict(pictures)
-    for file,label,p in zip(pictures, labels, probs.amax(1).tolist()):
-        say(f'{file}\t{label}\t{p:.3f}')
+    for picture,label,share in zip(pictures, labels, probs.amax(1).tolist()):
+        say(f'{picture}\t{label}\t{share:.3f}')

@@ -4,11 +4,11 @@
 
 # %% auto #0
 __all__ = ['HAIR', 'AS_TEXT', 'NO_PROCESSOR', 'CARD', 'PRE_TOKENIZERS', 'LANGUAGE_NAMES', 'VISION_NAMES', 'save_json',
-           'write_form', 'export_smolvlm', 'export_qwen', 'open_model', 'need', 'pre_tokenizer', 'export_gguf', 'main']
+           'write_form', 'export_smolvlm', 'export_qwen', 'open_model', 'need', 'pre_tokenizer', 'export_gguf',
+           'export_model']
 
 # %% ../../nbs/80_uses.export.ipynb #85a00004
 import copy,json,sys
-from argparse import Namespace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ HAIR = 2**-24 # what a black pixel becomes
 
 def _picture_rules(cfg:VLMConfig)->dict: # reads sizes of pictures and tiles, `pixel_mean`, `pixel_std`
     "Returns the contents of preprocessor_config.json: what transformers does to a picture."
-    means,stds = (v*3 if len(v)==1 else v for v in (cfg.pixel_mean, cfg.pixel_std))
+    means,stds = (3*values if len(values)==1 else values for values in (cfg.pixel_mean,cfg.pixel_std))
     rules = dict(do_convert_rgb=True, do_resize=True, do_rescale=True, rescale_factor=1/255,
         do_normalize=True, image_std=[*stds])
     if cfg.native:
@@ -47,9 +47,11 @@ def _picture_rules(cfg:VLMConfig)->dict: # reads sizes of pictures and tiles, `p
         return rules|limits|dict(image_processor_type='Qwen2VLImageProcessor',
             processor_class='Qwen2_5_VLProcessor', resample=3, image_mean=[*means],
             size=dict(shortest_edge=cfg.min_pixels, longest_edge=cfg.max_pixels),
-            patch_size=cfg.vit_patch_size, merge_size=cfg.mp_pixel_shuffle_factor, temporal_patch_size=2)
+            patch_size=cfg.vit_patch_size, merge_size=cfg.mp_pixel_shuffle_factor,
+            temporal_patch_size=2)
     means = [m-HAIR*float(m*255).is_integer() for m in means]
-    return rules|dict(image_processor_type='Idefics3ImageProcessor', processor_class='Idefics3Processor',
+    return rules|dict(image_processor_type='Idefics3ImageProcessor',
+        processor_class='Idefics3Processor',
         size=dict(longest_edge=cfg.max_img_size), resample=1, do_image_splitting=True,
         max_image_size=dict(longest_edge=cfg.vit_img_size), image_mean=means, do_pad=True)
 
@@ -183,21 +185,20 @@ def _vocabulary(tokenizer:PreTrainedTokenizerBase, rows:int, # of the embedding 
     parts = json.loads(tokenizer.backend_tokenizer.to_str())
     texts = [f'[PAD{i}]' for i in range(rows)]
     kinds = [int(TokenType.UNUSED)]*rows
-    for token,i in tokenizer.get_vocab().items():
-        texts[i] = token
-        kinds[i] = int(TokenType.NORMAL)
-    for t in parts['added_tokens']:
-        kinds[t['id']] = int(TokenType.CONTROL if t['special'] else TokenType.USER_DEFINED)
-    ids = dict(bos=tokenizer.bos_token_id, eos=tokenizer.eos_token_id, unknown=tokenizer.unk_token_id,
-               padding=tokenizer.pad_token_id)
-    merges = [m if isinstance(m, str) else ' '.join(m) for m in parts['model']['merges']]
+    for token,number in tokenizer.get_vocab().items():
+        texts[number] = token
+        kinds[number] = int(TokenType.NORMAL)
+    for token in parts['added_tokens']:
+        kinds[token['id']] = int(TokenType.CONTROL if token['special'] else TokenType.USER_DEFINED)
+    merges = [pair if isinstance(pair, str) else ' '.join(pair) for pair in parts['model']['merges']]
     pre = pre_tokenizer(parts)
     require(pre, 'llama.cpp is not told of tokenizers of this kind here: '
         f'it can be BPE with the pre-tokenizer of {", ".join(PRE_TOKENIZERS)}')
-    own = dict(model='gpt2', pre=pre, tokens=texts, token_type=kinds, merges=merges,
-               add_bos_token=False, add_eos_token=False)
-    named = {f'{k}_token_id':i for k,i in ids.items() if i is not None}
-    return {f'tokenizer.ggml.{k}':v for k,v in (own|named).items()}
+    values = dict(model='gpt2', pre=pre, tokens=texts, token_type=kinds, merges=merges,
+        add_bos_token=False, add_eos_token=False, bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id, unknown_token_id=tokenizer.unk_token_id,
+        padding_token_id=tokenizer.pad_token_id)
+    return {f'tokenizer.ggml.{key}':value for key,value in values.items() if value is not None}
 
 # %% ../../nbs/80_uses.export.ipynb #85a00010
 LANGUAGE_NAMES = Family('', '', {
@@ -230,10 +231,10 @@ def _language_tensors(model:VisionLanguageModel, # whose decoder it is
     cfg = model.cfg
     out = {}
     turned = ('attn_q.weight','attn_k.weight') if text_type(cfg)=='llama' else ()
-    for ours,w in model.decoder.state_dict().items():
+    for ours,tensor in model.decoder.state_dict().items():
         if cfg.lm_tie_weights and ours=='head.weight': continue # llama.cpp takes the embedding table
         for name in their_names(ours, LANGUAGE_NAMES):
-            out[name] = neighbours(w, cfg.head_width) if name.endswith(turned) else w
+            out[name] = neighbours(tensor, cfg.head_width) if name.endswith(turned) else tensor
     return out
 
 # %% ../../nbs/80_uses.export.ipynb #a0c221d8
@@ -241,9 +242,9 @@ def _vision_tensors(model:VisionLanguageModel, # whose tower and projector they 
 )->dict[str,Tensor]: # llama.cpp's name -> tensor
     "Returns the tensors of the second file."
     out = {}
-    for ours,w in model.state_dict().items():
+    for ours,tensor in model.state_dict().items():
         names = their_names(ours, VISION_NAMES)
-        if names: out |= dict(zip(names, w.chunk(len(names))))
+        if names: out |= dict(zip(names, tensor.chunk(len(names))))
     return out|{_PLACES:out[_PLACES][0]}
 
 # %% ../../nbs/80_uses.export.ipynb #85a00016
@@ -251,8 +252,10 @@ def _language_settings(cfg:VLMConfig)->dict[str,Any]: # key -> value
     "Returns what llama.cpp must know of the language model."
     kind = text_type(cfg)
     width = cfg.head_width
-    sizes = {'context_length':cfg.lm_max_position_embeddings, 'embedding_length':cfg.lm_hidden_dim,
-        'block_count':cfg.lm_n_blocks, 'feed_forward_length':cfg.lm_inter_dim, 'vocab_size':cfg.lm_vocab_size,
+    sizes = {'context_length':cfg.lm_max_position_embeddings,
+        'embedding_length':cfg.lm_hidden_dim,
+        'block_count':cfg.lm_n_blocks, 'feed_forward_length':cfg.lm_inter_dim,
+        'vocab_size':cfg.lm_vocab_size,
         'attention.head_count':cfg.lm_n_heads, 'attention.head_count_kv':cfg.lm_n_kv_heads,
         'attention.key_length':width, 'attention.value_length':width,
         'attention.layer_norm_rms_epsilon':cfg.lm_rms_eps,
@@ -272,7 +275,8 @@ def _vision_settings(cfg:VLMConfig)->dict[str,Any]: # key -> value
         'projection_dim':cfg.lm_hidden_dim, 'projector.scale_factor':cfg.mp_pixel_shuffle_factor,
         'attention.head_count':cfg.vit_n_heads, 'attention.layer_norm_epsilon':cfg.vit_ln_eps,
         'image_mean':[float(m) for m in means], 'image_std':[float(s) for s in stds]}
-    kind = {'general.architecture':'clip', 'general.type':'mmproj', 'clip.has_vision_encoder':True,
+    kind = {'general.architecture':'clip', 'general.type':'mmproj',
+        'clip.has_vision_encoder':True,
             'clip.projector_type':'idefics3'}
     return kind|_ACTIVATION_KEYS[cfg.vit_activation]|{f'clip.vision.{k}':v for k,v in sizes.items()}
 
@@ -293,8 +297,10 @@ def _stored(name:str, w:Tensor, # llama.cpp's name of a tensor; its values, of a
 # %% ../../nbs/80_uses.export.ipynb #85a0001c
 def _announced(name):
     "Returns the text by which llama.cpp finds a token, if it looks for one."
-    if name.startswith('r') and 'c' in name: return '<row_{}_col_{}>'.format(*name[1:].split('c'))
-    return dict(fake_image_token='<fake_token_around_image>', global_image_token='<global-img>').get(name)
+    if name.startswith('r') and 'c' in name:
+        return '<row_{}_col_{}>'.format(*name[1:].split('c'))
+    return dict(fake_image_token='<fake_token_around_image>',
+        global_image_token='<global-img>').get(name)
 
 # %% ../../nbs/80_uses.export.ipynb #85ab0005
 def _check_carried(cfg:VLMConfig, tokenizer:PreTrainedTokenizerBase, # of a model; its tokenizer
@@ -304,12 +310,14 @@ def _check_carried(cfg:VLMConfig, tokenizer:PreTrainedTokenizerBase, # of a mode
     require(cfg.image_convention=='smolvlm', f'image_convention is {cfg.image_convention}, but llama.cpp '
         'cuts and announces pictures as smolvlm does: train with image_convention smolvlm, '
         'or take format onnx')
-    require(cfg.vit_activation in _ACTIVATION_KEYS, f"vit_activation is {cfg.vit_activation}, but "
+    require(cfg.vit_activation in _ACTIVATION_KEYS,
+        f"vit_activation is {cfg.vit_activation}, but "
         f"llama.cpp's towers have {' and '.join(_ACTIVATION_KEYS)}: take format onnx")
     for name,token in cfg.vlm_extra_tokens.items():
         require(_announced(name) in (None, token), f'vlm_extra_tokens has {token} for {name}, '
             f'but llama.cpp looks for {_announced(name)}: train with that')
-    require(cfg.max_img_size!=cfg.vit_img_size, f'max_img_size is {cfg.max_img_size}, one tile, but '
+    require(cfg.max_img_size!=cfg.vit_img_size,
+        f'max_img_size is {cfg.max_img_size}, one tile, but '
         'llama.cpp shows every picture in tiles and as a whole: train with two tiles a side or more, '
         'or take format onnx')
     require(len(tokenizer.encode('\n\n', add_special_tokens=False))==1,
@@ -324,7 +332,8 @@ def _write_gguf(path:Path, settings:dict[str,Any], # of the file; key -> value
     "Writes one file."
     from gguf import GGUFWriter
     writer = GGUFWriter(path, settings['general.architecture'])
-    add:dict[type,Any] = {bool:writer.add_bool, int:writer.add_uint32, float:writer.add_float32,
+    add:dict[type,Any] = {bool:writer.add_bool, int:writer.add_uint32,
+        float:writer.add_float32,
                           str:writer.add_string, list:writer.add_array}
     kind = {'general.file_type':_FILE_TYPES[outtype], 'general.quantization_version':2}
     for key,value in (settings|kind).items():
@@ -332,7 +341,8 @@ def _write_gguf(path:Path, settings:dict[str,Any], # of the file; key -> value
     for name,w in tensors.items():
         array,how = _stored(name, w, outtype)
         writer.add_tensor(name, array, raw_dtype=how)
-    for step in ('write_header_to_file','write_kv_data_to_file','write_tensors_to_file','close'):
+    for step in ('write_header_to_file','write_kv_data_to_file',
+            'write_tensors_to_file','close'):
         getattr(writer, step)()
 
 # %% ../../nbs/80_uses.export.ipynb #85ab0007
@@ -350,19 +360,18 @@ def export_gguf(model:VisionLanguageModel, # with its tokenizer
             _write_gguf(tmp/f'{name}-{outtype}.gguf', settings, tensors, outtype)
 
 # %% ../../nbs/80_uses.export.ipynb #2791f964
-def main(values:Namespace)->None: # from `cli.export_parser`
-    "Command `nanovlm export`, for all formats but onnx and web."
-    out = values.out
-    kind = values.format
+def export_model(checkpoint:str|Path, folder:str|Path, # see `open_model`; directory to write
+    kind:str='smolvlm', outtype:str='f16')->None: # a `Format` but onnx and web; see `export_gguf`
+    "Writes a checkpoint for other programs, and prints where."
     if kind=='gguf': need('gguf', 'gguf')
-    model = open_model(values.checkpoint, kind)
+    model = open_model(checkpoint, kind)
     if kind!='peft': standard_processor(model) # or a UsageError
     with user_path():
-        if kind=='nanovlm': model.save_pretrained(out)
-        elif kind=='peft': save_peft(model, out)
-        elif kind=='gguf': export_gguf(model, out, values.outtype or 'f16')
-        elif kind=='qwen2_5_vl': export_qwen(model, out)
-        else: export_smolvlm(model, out, kind)
-    bare = kind in WHOLE and model.cfg.image_convention=='nanovlm'
-    say(f'{out}: {kind}')
-    if bare: sys.stderr.write(f'{out}: {NO_PROCESSOR}\n')
+        if kind=='nanovlm': model.save_pretrained(folder)
+        elif kind=='peft': save_peft(model, folder)
+        elif kind=='gguf': export_gguf(model, folder, outtype)
+        elif kind=='qwen2_5_vl': export_qwen(model, folder)
+        else: export_smolvlm(model, folder, kind)
+    say(f'{folder}: {kind}')
+    if kind in WHOLE and model.cfg.image_convention=='nanovlm':
+        sys.stderr.write(f'{folder}: {NO_PROCESSOR}\n')

@@ -58,7 +58,7 @@ class Read(nn.Module):
     )->tuple[Tensor,...]: # scores, keys and values with the new ones, perhaps attention (B, T, S)
         "Reads some positions."
         x = inputs_embeds
-        d = self.decoder
+        decoder = self.decoder
         present = []
         looked = []
         T = x.shape[1]
@@ -66,8 +66,8 @@ class Read(nn.Module):
         rows = torch.arange(T)[:,None]+S-T
         columns = torch.arange(S)
         seen = (columns<=rows)&attention_mask.bool()[:,None,None,None]
-        turns = d.rotary_embd(position_ids)
-        for i,block in enumerate(d.blocks):
+        turns = decoder.rotary_embd(position_ids)
+        for i,block in enumerate(decoder.blocks):
             q,*new = block.attn.heads(block.norm1(x), *turns)
             k,v = (torch.cat(two, 2) for two in zip(past[2*i:2*i+2], new))
             mixed,weights = _attend(q, k, v, seen)
@@ -76,8 +76,9 @@ class Read(nn.Module):
             present += [k, v]
             if i in self.watched: looked.append(weights.mean((1, 2)))
         first = torch.where(num_logits_to_keep>0, T-num_logits_to_keep, 0)
-        scores = d.head(d.norm(x[:,torch.arange(T)>=first]))
-        return (scores,*present,*([torch.stack(looked).mean(0)] if looked else []))
+        scores = decoder.head(decoder.norm(x[:,torch.arange(T)>=first]))
+        if looked: present.append(torch.stack(looked).mean(0))
+        return (scores,*present)
 
 # %% ../../nbs/82_uses.onnx.ipynb #73a00020
 Axes = dict[str,tuple] # name of an input or output -> its axes, a size or a name each
@@ -99,7 +100,8 @@ def _axes_of(cfg:VLMConfig, watched:bool=False, # see `Read`
             dict(image_features=('num_real_images', cfg.mp_image_token_length, width))),
         embed_tokens=(dict(input_ids=text), dict(inputs_embeds=(*text, width))),
         decoder_model_merged=(dict(inputs_embeds=(*text, width), attention_mask=('batch_size', whole),
-                position_ids=text, num_logits_to_keep=())|kept('past_key_values', 'past_sequence_length'),
+                position_ids=text, num_logits_to_keep=())|kept('past_key_values',
+                'past_sequence_length'),
             dict(logits=('batch_size', 'num_logits', cfg.lm_vocab_size))|kept('present', whole)|looked))
 
 # %% ../../nbs/82_uses.onnx.ipynb #73a0000c
@@ -113,20 +115,23 @@ _KINDS = dict(pixel_attention_mask=torch.bool)|dict.fromkeys(
 def _to_onnx(module:nn.Module, inputs:Axes, outputs:Axes)->Any: # see `_axes_of`; a `ModelProto`
     "Returns the graph of a module, with its weights."
     example = []
-    shapes = [] # of each input: number of a free axis -> what it is
+    shapes:list[Any] = [] # of each input: number of a free axis -> what it is
     free:dict[str,Any] = dict(total_sequence_length=torch.export.Dim.DYNAMIC) # the sum of two others
     for name,axes in inputs.items():
         lengths = [_LENGTHS.get(axis, axis) for axis in axes]
         example.append(torch.ones(lengths, dtype=_KINDS.get(name, torch.float32)))
         for axis in axes:
             if isinstance(axis, str) and axis not in free: free[axis] = torch.export.Dim(axis)
-        shapes.append({i:free[axis] for i,axis in enumerate(axes) if axis in free})
-    n = sum(not name.startswith('past') for name in inputs)
-    nested = (*shapes[:n], *([tuple(shapes[n:])] if shapes[n:] else []))
+        shapes.append({place:free[axis] for place,axis in enumerate(axes) if axis in free})
+    first = sum(not name.startswith('past') for name in inputs) # of the past: one argument
+    past = shapes[first:]
+    del shapes[first:]
+    if past: shapes.append(tuple(past))
     logging.getLogger('torch.onnx').setLevel(logging.ERROR) # warns of what it does without
     with warnings.catch_warnings(record=True): # about itself
         made = torch.onnx.export(module.eval(), tuple(example), input_names=[*inputs],
-            output_names=[*outputs], dynamic_shapes=nested, opset_version=OPSET, dynamo=True, verbose=False)
+            output_names=[*outputs], dynamic_shapes=tuple(shapes), opset_version=OPSET,
+            dynamo=True, verbose=False)
     return _tidied(made.model_proto, inputs|outputs)
 
 # %% ../../nbs/82_uses.onnx.ipynb #73a0000e
@@ -138,8 +143,8 @@ def _tidied(proto, axes):
         part.doc_string = ''
         del part.metadata_props[:]
     for value in (*graph.input, *graph.output):
-        for dim,a in zip(value.type.tensor_type.shape.dim, axes[value.name]):
-            if isinstance(a, str): dim.dim_param = a
+        for dim,axis in zip(value.type.tensor_type.shape.dim, axes[value.name]):
+            if isinstance(axis, str): dim.dim_param = axis
     return proto
 
 # %% ../../nbs/82_uses.onnx.ipynb #73a00027
@@ -156,14 +161,15 @@ def _halves(tokenizer, pictures):
 def client_note(model:VisionLanguageModel)->dict[str,Any]: # with its tokenizer; for `OWN_NOTE`
     "Returns what a client has to know."
     cfg = model.cfg
-    tok = model.tokenizer
-    one = get_image_string(tok, [(1,1)], cfg.mp_image_token_length, cfg.image_convention)
+    tokenizer = model.tokenizer
+    one = get_image_string(tokenizer, [(1,1)], cfg.mp_image_token_length,
+        cfg.image_convention)
     return dict(
         graphs={name:dict(inputs=i, outputs=o) for name,(i,o) in _axes_of(cfg).items()},
         cache=dict(blocks=cfg.lm_n_blocks, heads=cfg.lm_n_kv_heads, width=cfg.head_width),
         positions=cfg.lm_max_position_embeddings,
-        tokens=dict(image=cfg.image_token_id, end=tok.eos_token_id, pad=tok.pad_token_id),
-        prompt=dict(picture=_halves(tok, one), text=_halves(tok, '')),
+        tokens=dict(image=cfg.image_token_id, end=tokenizer.eos_token_id, pad=tokenizer.pad_token_id),
+        prompt=dict(picture=_halves(tokenizer, one), text=_halves(tokenizer, '')),
         picture=dict(convention=cfg.image_convention, tile=cfg.vit_img_size, longest=cfg.max_img_size,
             enlarge=cfg.resize_to_max_side_len, mean=cfg.pixel_mean, std=cfg.pixel_std,
             tokens_per_tile=cfg.mp_image_token_length, one_tile=one, tokens=cfg.vlm_extra_tokens))
@@ -173,7 +179,8 @@ def _to_int8(path:Path)->None: # an ONNX file
     "Writes the same graph with matrices of one byte a weight beside it, `_quantized`."
     from onnxruntime.quantization import QuantType,quantize_dynamic
     out = path.with_name(f'{path.stem}_quantized.onnx')
-    quantize_dynamic(path, out, op_types_to_quantize=['MatMul','Gather'], weight_type=QuantType.QInt8)
+    quantize_dynamic(path, out, op_types_to_quantize=['MatMul','Gather'],
+        weight_type=QuantType.QInt8)
 
 # %% ../../nbs/82_uses.onnx.ipynb #73a0002c
 def write_graphs(model:VisionLanguageModel, folder:Path, # which is there

@@ -4,11 +4,10 @@
 
 # %% auto #0
 __all__ = ['NOT_ANSWERED', 'OTHER_TOKENIZERS', 'PAGE', 'PAGE_FILES', 'TALL_FIRST', 'RUNTIME', 'RUNTIME_SHA256', 'RUNTIME_FILES',
-           'SCENES', 'MOST_TOKENS', 'LICENCES', 'main', 'main_graphs']
+           'SCENES', 'MOST_TOKENS', 'LICENCES', 'serve', 'export_graphs']
 
 # %% ../../nbs/83_uses.pages.ipynb #1e5356b8
 import io,ipaddress,json,shlex,shutil,socket,tarfile
-from argparse import Namespace
 from hashlib import sha256
 from collections.abc import Callable,Iterator
 from typing import Any
@@ -20,7 +19,7 @@ from urllib.request import urlopen
 import PIL
 from PIL import Image
 
-from ..core.run_dir import newest_run,read_example
+from ..core.run_dir import read_example
 from ..core.usage import MissingFile,UsageError,require,say,user_path
 from ..data.images import open_image
 from ..answers.answer import Asker,Chat,standard_processor
@@ -40,12 +39,13 @@ def _heard(history:list[dict])->tuple[list[str],list[dict]]: # messages as gradi
     "Returns the pictures and the turns of a conversation."
     files = []
     turns = []
-    def text_of(message): return ''.join(part.get('text', '') for part in message['content'])
-    for asked,reply in zip(history[::2], history[1::2]):
-        question = text_of(asked)
+    def text_of(message):
+        return ''.join(part.get('text', '') for part in message['content'])
+    for message,reply in zip(history[::2], history[1::2]):
+        question = text_of(message)
         answer = text_of(reply)
         if answer.startswith(NOT_ANSWERED): continue
-        files += [part['file']['path'] for part in asked['content'] if 'file' in part]
+        files += [part['file']['path'] for part in message['content'] if 'file' in part]
         turns.append(dict(user=question.strip() or DESCRIBE, assistant=answer.strip()))
     return files,turns
 
@@ -75,10 +75,11 @@ def _respond(asker:Asker, talk:_Talk, # of this visitor; it is changed
     files,turns = _heard(history)
     text = ''
     question = message['text'].strip() or DESCRIBE
-    how:dict[str,Any] = dict(temperature=temperature) if temperature else {}
+    sampling:dict[str,Any] = {}
+    if temperature: sampling = dict(temperature=temperature)
     try:
         chat = talk.about(asker, [*files, *message['files']], turns)
-        for piece in chat.stream(question, max_new_tokens, **how):
+        for piece in chat.stream(question, max_new_tokens, **sampling):
             text += piece
             yield text,None
     except ValueError as e: return (yield f'{NOT_ANSWERED}{e}',None)
@@ -120,7 +121,8 @@ def _build_page(asker:Asker, title:str, max_new_tokens:int=64, # heading; longes
     import gradio as gr
     def ask(message, history, temperature, talk):
         yield from _respond(asker, talk, message, history, temperature, max_new_tokens)
-    heat = gr.Image(label='Where question and answer looked', interactive=False, elem_id='heat', height=400,
+    heat = gr.Image(label='Where question and answer looked', interactive=False,
+        elem_id='heat', height=400,
                     render=False, buttons=['fullscreen','download'])
     offered = [[dict(text=example[1], files=[str(example[0])])]] if example else None
     warmth = gr.Slider(0, 2, 0, label='0 takes the most likely word', render=False)
@@ -137,17 +139,20 @@ def _build_page(asker:Asker, title:str, max_new_tokens:int=64, # heading; longes
     return page
 
 # %% ../../nbs/83_uses.pages.ipynb #5edc451e
-def main(values:Namespace)->None: # from `cli.ask_parser`
-    "Command `nanovlm ask --page`: talk with a model about pictures, in the browser."
+def serve(checkpoint:str|Path, max_new_tokens:int=64, # or a run, or a hub id; of the longest answer
+    host:str='127.0.0.1', port:int=7860)->None: # address
+    "Shows a page where you talk with a model about pictures, until Ctrl-C."
     need('demo', 'gradio')
-    name = values.checkpoint or newest_run()
-    try: example = read_example(name)[:2]
+    try: example = read_example(checkpoint)[:2]
     except MissingFile: example = None
-    page = _build_page(Asker.from_checkpoint(name), f'nanovlm_nb: {name}', values.max_new_tokens, example)
-    try: _,address,_ = page.queue().launch(server_name=values.host, server_port=values.port, share=False,
-        quiet=True, prevent_thread_lock=True, app_kwargs=dict(middleware=[(_OnlyHere, (values.host,), {})]))
+    asker = Asker.from_checkpoint(checkpoint)
+    page = _build_page(asker, f'nanovlm_nb: {checkpoint}', max_new_tokens, example)
+    only_here = dict(middleware=[(_OnlyHere, (host,), {})])
+    try: _,address,_ = page.queue().launch(server_name=host, server_port=port,
+        share=False, quiet=True,
+        prevent_thread_lock=True, app_kwargs=only_here)
     except (OSError, OverflowError) as e:
-        raise UsageError(f'port {values.port} of {values.host}: {e}; give another --port or --host') from e
+        raise UsageError(f'port {port} of {host}: {e}; give another --port or --host') from e
     say(f'{address} shows the page, Ctrl-C ends it')
     page.block_thread()
 
@@ -186,7 +191,8 @@ def _read_runtime(where:str|Path|None=None, # the package, a .tgz; None: fetch i
     "Returns the files of ONNX Runtime that a page needs."
     try:
         data = Path(where).read_bytes() if where else urlopen(RUNTIME, timeout=60).read()
-        require(where or sha256(data).hexdigest()==RUNTIME_SHA256, f'{RUNTIME} was changed on its way here')
+        require(where or sha256(data).hexdigest()==RUNTIME_SHA256,
+            f'{RUNTIME} was changed on its way here')
         with tarfile.open(fileobj=io.BytesIO(data)) as tar:
             found = {name:tar.extractfile(f'package/dist/{name}') for name in RUNTIME_FILES}
             return {name:f.read() for name,f in found.items() if f}
@@ -206,7 +212,8 @@ def _page_note(texts:list[str], side:int)->dict[str,Any]: # about each scene; of
     "Returns what the page offers."
     from matplotlib import colormaps,colors
     return dict(scenes=[dict(file=f'scenes/{i+1}.png', text=text) for i,text in enumerate(texts)],
-        questions=[questions[0] for questions in QUESTIONS.values()], most_tokens=MOST_TOKENS, sheet=4*side,
+        questions=[questions[0] for questions in QUESTIONS.values()],
+        most_tokens=MOST_TOKENS, sheet=4*side,
         colours=''.join(colors.to_hex(colormaps['inferno'](i))[1:] for i in range(256)))
 
 # %% ../../nbs/83_uses.pages.ipynb #74a00020
@@ -216,7 +223,8 @@ def _write_model(model, folder):
     "Writes graphs, tokenizer, and what a client has to know."
     note = client_note(model)
     save_json(folder/OWN_NOTE, note|dict(picture=note['picture']|dict(tall_first=TALL_FIRST)))
-    (folder/'tokenizer.json').write_text(model.tokenizer.backend_tokenizer.to_str(), encoding='utf-8')
+    (folder/'tokenizer.json').write_text(model.tokenizer.backend_tokenizer.to_str(),
+        encoding='utf-8')
     write_graphs(model, folder, tuple(default_blocks(model.cfg.lm_n_blocks)))
 
 # %% ../../nbs/83_uses.pages.ipynb #84ab0003
@@ -236,19 +244,21 @@ def _export_web(model:VisionLanguageModel, # with its tokenizer
         save_json(tmp/'page.json', _page_note([row['scene'] for row in rows], model.cfg.vit_img_size))
         _write_model(model, tmp/'model')
         for name,content in runtime.items(): (tmp/'runtime'/name).write_bytes(content)
-        for name in LICENCES: shutil.copyfile(Path(onnxruntime.__file__).parent/name, tmp/'runtime'/name)
+        for name in LICENCES:
+            shutil.copyfile(Path(onnxruntime.__file__).parent/name, tmp/'runtime'/name)
 
 # %% ../../nbs/83_uses.pages.ipynb #74a00027
-def main_graphs(values:Namespace)->None: # from `cli.export_parser`
-    "Command `nanovlm export --format onnx` or `web`."
-    out = values.out
-    kind = values.format
+def export_graphs(checkpoint:str|Path, folder:str|Path, # see `open_model`; directory to write
+    kind:str='onnx', int8:bool=False, # or web; see `export_onnx`
+    web_runtime:str|None=None)->None: # see `_read_runtime`
+    "Writes a checkpoint as ONNX files, or as a page with them, and prints where."
     need('onnx', 'onnx', 'onnxruntime', 'onnxscript')
+    note = f'{OWN_NOTE} says how pictures are cut and announced'
     with user_path():
-        model = open_model(values.checkpoint, kind)
+        model = open_model(checkpoint, kind)
         standard_processor(model) # or a UsageError
-        if kind=='onnx': export_onnx(model, out, values.int8)
-        else: _export_web(model, out, values.web_runtime)
-    how = dict(onnx=f'{OWN_NOTE} says how pictures are cut and announced',
-               web=f'python -m http.server -d {shlex.quote(out)} shows it')
-    say(f'{out}: {kind}; {how[kind]}')
+        if kind=='onnx': export_onnx(model, folder, int8)
+        else:
+            _export_web(model, folder, web_runtime)
+            note = f'python -m http.server -d {shlex.quote(str(folder))} shows it'
+    say(f'{folder}: {kind}; {note}')
