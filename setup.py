@@ -19,5 +19,5 @@ setup(
     packages=[*find_packages(include=[lib, f'{lib}.*']), f'{lib}.tasks', f'{lib}.uses.page'], include_package_data=True, package_data={lib: ['py.typed', 'tasks/*', '*.mplstyle', 'uses/page/*']}, python_requires='>=' + cfg['min_python'],
     install_requires=shlex.split(cfg['requirements']),
     extras_require={extra: shlex.split(cfg[f'{extra}_requirements']) for extra in ('dev', 'test', 'notebooks', 'demo', 'onnx', 'gguf', 'lora', 'tensorboard', 'eval')},
-    entry_points={'console_scripts': shlex.split(cfg['console_scripts']), 'nbdev': [f'{lib}={lib}._modidx:d'], 'lmms_eval.models': [f'{lib}={lib}.answers.evaluate:manifest']},
+    entry_points={'console_scripts': shlex.split(cfg['console_scripts']), 'nbdev': [f'{lib}={lib}._modidx:d'], 'lmms_eval.models': [f'{lib}={lib}.answers.tasks:manifest']},
 )

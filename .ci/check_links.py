@@ -27,7 +27,8 @@ def target_of(link: str, page: Path, root: Path, address: str) -> Path | None:
     inside = own.netloc and (url.scheme, url.netloc) == (own.scheme, own.netloc) and f'{path}/'.startswith(f'{own.path}/')
     if (url.scheme or url.netloc) and not inside: return None
     if not path and not inside: return page
-    if inside or path.startswith('/'): file = root/path.removeprefix(own.path).lstrip('/')
+    if inside or path.startswith('/'):
+        file = root/path.removeprefix(own.path).lstrip('/')
     else: file = page.parent/path
     return file/'index.html' if file.is_dir() else file
 
@@ -41,13 +42,16 @@ def broken_links(root: Path, address: str = '') -> list[str]:
             file, anchor = target_of(link, page, root.resolve(), address), unquote(urlsplit(link).fragment)
             if file is None: continue
             file = file.resolve()
-            if not file.exists(): broken.append(f'{page.relative_to(root.resolve())}: no file for {link}')
-            elif anchor and file in pages and anchor not in pages[file].anchors: broken.append(f'{page.relative_to(root.resolve())}: no anchor for {link}')
+            if not file.exists():
+                broken.append(f'{page.relative_to(root.resolve())}: no file for {link}')
+            elif anchor and file in pages and anchor not in pages[file].anchors:
+                broken.append(f'{page.relative_to(root.resolve())}: no anchor for {link}')
     return broken
 
 
 if __name__ == '__main__':
-    if len(sys.argv) < 2 or not list(Path(sys.argv[1]).rglob('*.html')): sys.exit('usage: check_links.py FOLDER_WITH_HTML [ADDRESS]')
+    if len(sys.argv) < 2 or not list(Path(sys.argv[1]).rglob('*.html')):
+        sys.exit('usage: check_links.py FOLDER_WITH_HTML [ADDRESS]')
     found = broken_links(Path(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else '')
     print('\n'.join(found) or 'all links lead somewhere')
     sys.exit(bool(found))

@@ -19,8 +19,10 @@ MEAN, FLAT = 1., 10  # grey levels that a palette may be off: on average, and in
 
 def alike(picture: Image.Image, palette: Image.Image) -> bool:
     "Whether nobody would see the difference: every area keeps its colour, only the blur of edges may be coarser."
-    new, old = np.asarray(palette.convert('RGB'), dtype=int), np.asarray(picture, dtype=int)
-    _, places, counts = np.unique(old.reshape(-1, 3) @ [1 << 16, 1 << 8, 1], return_inverse=True, return_counts=True)
+    new, old = np.asarray(palette.convert('RGB'), dtype=int), np.asarray(picture,
+        dtype=int)
+    _, places, counts = np.unique(old.reshape(-1, 3) @ [1 << 16, 1 << 8, 1],
+        return_inverse=True, return_counts=True)
     away = np.abs(new - old).reshape(-1, 3).max(-1)
     return np.abs(new - old).mean() <= MEAN and not (away[(counts >= counts.sum()/2000)[places]] > FLAT).any()
 
@@ -34,11 +36,14 @@ def png(picture: Image.Image) -> bytes:
 def smaller(data: bytes, width: int = 0) -> bytes:
     "The same picture in fewer bytes, on white where it was transparent; of at most so many pixels, if `width` is given."
     picture = Image.open(io.BytesIO(data)).convert('RGBA')
-    if 0 < width < picture.width: picture = picture.resize((width, round(width*picture.height/picture.width)), Image.Resampling.BOX)
+    if 0 < width < picture.width:
+        picture = picture.resize((width, round(width*picture.height/picture.width)),
+            Image.Resampling.BOX)
     white = Image.new('RGBA', picture.size, 'white')
     white.alpha_composite(picture)
     picture = white.convert('RGB')
-    tried = (picture.quantize(n, dither=Image.Dither.NONE, kmeans=3) for n in (16, 32, 64, 128, 256))
+    tried = (picture.quantize(n, dither=Image.Dither.NONE, kmeans=3)
+        for n in (16, 32, 64, 128, 256))
     best = png(next((p for p in tried if alike(picture, p)), picture))
     return best if len(best) < len(data) else data
 
@@ -52,13 +57,15 @@ def shrink(notebook: Path) -> int:
     "Bytes that the file lost."
     before = notebook.read_text(encoding='utf-8')
     nb = json.loads(before)
-    outputs = [o for c in nb['cells'] for o in c.get('outputs', []) if 'image/png' in o.get('data', {})]
+    outputs = [o for c in nb['cells'] for o in c.get('outputs', [])
+        if 'image/png' in o.get('data', {})]
     for share in (0, 3/2, 1):
         if share and len(written(nb).encode()) < LARGEST: break
         for o in outputs:
             o['data'].pop('image/jpeg', None)  # the same once more, from PIL
             old = base64.b64decode(''.join(o['data']['image/png']))
-            new = smaller(old, int(share*o['metadata'].get('image/png', {}).get('width', 0)))
+            new = smaller(old,
+                int(share*o['metadata'].get('image/png', {}).get('width', 0)))
             if new != old: o['data']['image/png'] = base64.b64encode(new).decode()
     after = written(nb)
     if after != before: notebook.write_text(after, encoding='utf-8')

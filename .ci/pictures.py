@@ -11,7 +11,8 @@ from PIL import Image, ImageFilter
 
 NBS = Path(__file__).resolve().parent.parent/'nbs'
 SAVED = {  # picture -> notebook, cell, parts of the figure (left, top, right, bottom) as shares of its width and height
-    'answers.png': ('tutorials/first_run.ipynb', '381cab00', [(c/4, r/3, (c+1)/4, (r+1)/3) for r, c in ((0, 0), (0, 3), (1, 2), (2, 3))]),
+    'answers.png': ('tutorials/first_run.ipynb', '381cab00',
+        [(c/4, r/3, (c+1)/4, (r+1)/3) for r, c in ((0, 0), (0, 3), (1, 2), (2, 3))]),
     'same_curve.png': ('tutorials/stop_and_go.ipynb', 'a6d227f9', [(0, 0, 1, 1)])}
 
 GROUND, FILLED = 0x22, 45  # grey level of a dark page; pixels, odd
@@ -38,7 +39,8 @@ PROCESSES = [
     ('checkpoint', 'complete or absent', 'weights, lane states')]
 
 
-def text(x: float, y: float, said: str, size: int, fill: str, weight: str = 'normal') -> str:
+def text(x: float, y: float, said: str, size: int, fill: str,
+    weight: str = 'normal') -> str:
     "A centred line of text."
     return (f'<text x="{x:g}" y="{y:g}" font-size="{size}" font-weight="{weight}" fill="{fill}" '
             f'text-anchor="middle">{html.escape(said)}</text>')
@@ -48,7 +50,8 @@ def box(x: float, y: float, fill: str, title: str, does: str, shape: str) -> lis
     "A box of three lines."
     middle = x+BOX/2
     return [f'<rect x="{x:g}" y="{y:g}" width="{BOX}" height="86" rx="8" fill="{fill}"/>',
-            text(middle, y+26, title, 17, '#ffffff', 'bold'), text(middle, y+48, does, 14, '#ffffff'),
+            text(middle, y+26, title, 17, '#ffffff', 'bold'),
+            text(middle, y+48, does, 14, '#ffffff'),
             text(middle, y+72, shape, 14, '#ffe9a8')]
 
 
@@ -65,7 +68,8 @@ def column(k: int) -> float:
 def row(y: float, fill: str, boxes: list[tuple[str, str, str]]) -> list[str]:
     "Five boxes with arrows between them."
     found = [part for k, b in enumerate(boxes) for part in box(column(k), y, fill, *b)]
-    return found + [arrow(f'{column(k)+BOX+4:g},{y+43:g} {column(k+1)-8:g},{y+43:g}') for k in range(len(boxes)-1)]
+    return found + [arrow(f'{column(k)+BOX+4:g},{y+43:g} {column(k+1)-8:g},{y+43:g}')
+        for k in range(len(boxes)-1)]
 
 
 def draw() -> str:
@@ -80,18 +84,24 @@ def draw() -> str:
         'an update takes one pack of each lane, a checkpoint keeps all.</title>',
         f'<defs><marker id="head" viewBox="0 0 10 10" refX="8" refY="5" markerWidth="5" markerHeight="5" orient="auto">'
         f'<path d="M0,0 L10,5 L0,10 z" fill="{LINE}"/></marker></defs>',
-        text(WIDTH/2, 26, 'The path of a sample, with the shapes of the preset nanovlm', 17, LINE, 'bold'),
+        text(WIDTH/2, 26, 'The path of a sample, with the shapes of the preset nanovlm',
+            17, LINE, 'bold'),
         *row(42, BLUE, PICTURE), arrow(down), *row(174, GREEN, TEXT),
         text(WIDTH/2, 304, 'The processes', 17, LINE, 'bold'),
         *row(322, PURPLE, PROCESSES), '</svg>', ''])
 
 
-def saved(notebook: str, cell: str, parts: list[tuple[float, float, float, float]]) -> bytes:
+def saved(notebook: str, cell: str,
+    parts: list[tuple[float, float, float, float]]) -> bytes:
     "Parts of one size of the figure that a cell of a notebook shows, side by side, as PNG."
-    found = next(c for c in json.loads((NBS/notebook).read_text(encoding='utf-8'))['cells'] if c['id'] == cell)
-    data = next(o['data']['image/png'] for o in found['outputs'] if 'image/png' in o.get('data', {}))
+    found = next(c
+        for c in json.loads((NBS/notebook).read_text(encoding='utf-8'))['cells']
+        if c['id'] == cell)
+    data = next(o['data']['image/png'] for o in found['outputs']
+        if 'image/png' in o.get('data', {}))
     image = Image.open(io.BytesIO(base64.b64decode(''.join(data))))
-    cuts = [image.crop([round(share*side) for share, side in zip(part, image.size*2)]) for part in parts]
+    cuts = [image.crop([round(share*side) for share, side in zip(part, image.size*2)])
+        for part in parts]
     row, buffer = Image.new('RGB', (sum(c.width for c in cuts), cuts[0].height), 'white'), io.BytesIO()
     for n, cut in enumerate(cuts): row.paste(cut.convert('RGB'), (n*cuts[0].width, 0))
     row.save(buffer, 'PNG', optimize=True)
@@ -112,9 +122,11 @@ def dark(data: bytes) -> bytes:
     colours = np.asarray(image, dtype=float)
     drawn = Image.fromarray((colours.min(-1) < 250).astype(np.uint8)*255)
     filled = np.asarray(opened(drawn)) > 0
-    turned = colours + 255 - colours.max(-1, keepdims=True) - colours.min(-1, keepdims=True)
+    turned = colours + 255 - colours.max(-1, keepdims=True) - colours.min(-1,
+        keepdims=True)
     out = np.where(filled[..., None], colours, GROUND + turned*(255-GROUND)/255)
-    Image.fromarray(out.round().astype(np.uint8)).save(buffer := io.BytesIO(), 'PNG', optimize=True)
+    Image.fromarray(out.round().astype(np.uint8)).save(buffer := io.BytesIO(), 'PNG',
+        optimize=True)
     return buffer.getvalue()
 
 

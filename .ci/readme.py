@@ -24,9 +24,11 @@ def code_text(cell: dict) -> str:
 def readme_text(notebook: Path) -> str:
     "The markdown of a notebook in nbs/, as the file at the root."
     cells = json.loads(notebook.read_text(encoding='utf-8'))['cells']
-    parts = [LINK.sub(r'](nbs/\1)', ''.join(c['source'])) if c['cell_type'] == 'markdown' else code_text(c) for c in cells]
+    parts = [LINK.sub(r'](nbs/\1)', ''.join(c['source']))
+        if c['cell_type'] == 'markdown' else code_text(c) for c in cells]
     return '\n\n'.join([NOTE, *filter(None, parts)]) + '\n'
 
 
 if __name__ == '__main__':
-    (ROOT/'README.md').write_text(readme_text(ROOT/'nbs'/'index.ipynb'), encoding='utf-8')
+    (ROOT/'README.md').write_text(readme_text(ROOT/'nbs'/'index.ipynb'),
+        encoding='utf-8')

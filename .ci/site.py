@@ -51,7 +51,8 @@ def relative(page: str, name: str, address: str) -> str:
         path = os.path.relpath(target or 'index.html', Path(name).parent).replace(os.sep, '/')
         return f'href="{path}{"#" + anchor if anchor else ""}"'
 
-    return re.sub(rf'(?<=<a )href="{re.escape(address.rstrip("/"))}/?([^"]*)"', near, page)
+    return re.sub(rf'(?<=<a )href="{re.escape(address.rstrip("/"))}/?([^"]*)"', near,
+        page)
 
 
 def anchors(page: str) -> set[str]:
@@ -72,7 +73,8 @@ def linked_names(page: str, name: str, known: dict[str, set[str]]) -> str:
 
 def finish(page: str, name: str, address: str) -> str:
     "The text of one page without what stands twice, with links that are relative."
-    page = RAW.sub(r'<a href="\2">\1</a>', OWN.sub('', one_signature(NESTED.sub(r'\1', WIDGETS.sub('', page)))))
+    page = RAW.sub(r'<a href="\2">\1</a>',
+        OWN.sub('', one_signature(NESTED.sub(r'\1', WIDGETS.sub('', page)))))
     return relative(page, name, address)
 
 
@@ -92,16 +94,21 @@ def finish_site(root: Path, address: str) -> None:
     "All pages of a folder, their styles, and the index of the search, in which there are no links; an error if another host is asked."
     finish_styles(root)
     pages = {p.relative_to(root).as_posix(): p for p in sorted(root.rglob('*.html'))}
-    texts = {name: finish(p.read_text(encoding='utf-8'), name, address) for name, p in pages.items()}
+    texts = {name: finish(p.read_text(encoding='utf-8'), name, address)
+        for name, p in pages.items()}
     known = {name: anchors(text) for name, text in texts.items()}
-    for name, text in texts.items(): pages[name].write_text(linked_names(text, name, known), encoding='utf-8')
+    for name, text in texts.items():
+        pages[name].write_text(linked_names(text, name, known), encoding='utf-8')
     files = [*pages.values(), *root.rglob('*.css')]
-    asked = {str(f.relative_to(root)): found for f in files if (found := hosts(f.read_text(encoding='utf-8')))}
+    asked = {str(f.relative_to(root)): found for f in files
+        if (found := hosts(f.read_text(encoding='utf-8')))}
     if asked: raise SystemExit(f'a page asks another host: {asked}')
     if not (index := root/'search.json').exists(): return
-    index.write_text(RAW.sub(r'\1', OWN.sub('', index.read_text(encoding='utf-8'))), encoding='utf-8')
+    index.write_text(RAW.sub(r'\1', OWN.sub('', index.read_text(encoding='utf-8'))),
+        encoding='utf-8')
 
 
 if __name__ == '__main__':
-    if len(sys.argv) != 3 or not list(Path(sys.argv[1]).rglob('*.html')): sys.exit('usage: site.py FOLDER_WITH_HTML ADDRESS')
+    if len(sys.argv) != 3 or not list(Path(sys.argv[1]).rglob('*.html')):
+        sys.exit('usage: site.py FOLDER_WITH_HTML ADDRESS')
     finish_site(Path(sys.argv[1]), sys.argv[2])

@@ -56,7 +56,8 @@ def _settings(count, preset, given):
     same = given.get('custom_transforms') or given.get('cache_features')
     usual = _FOR_ROWS | rates | dict(random_crop=None if same else .7,
         val_size=val_size, ask_samples=val_size,
-        eval_in_epochs=count > 1, eval_interval=max(1, min(quarter, train_cfg.eval_interval)))
+        eval_in_epochs=count > 1,
+        eval_interval=max(1, min(quarter, train_cfg.eval_interval)))
     return change(vlm_cfg, train_cfg, usual | given)
 
 # %% ../nbs/96_api.ipynb #91a10011
@@ -87,7 +88,8 @@ def train(rows, # pictures, questions and answers, see `own_rows`
     vlm_cfg,train_cfg = _settings(count, preset, given)
     def again(run_dir, *_):
         return f'train(rows, run_name={run_dir.name!r}, resume=True, ...)'
-    return load(run(vlm_cfg, train_cfg, loaders=loaders, command=again if loaders else None))
+    return load(run(vlm_cfg, train_cfg, loaders=loaders,
+        command=again if loaders else None))
 
 # %% ../nbs/96_api.ipynb #91a10012
 def load(checkpoint:str|Path, device:str|torch.device|None=None, # default: the best there is
@@ -120,7 +122,8 @@ def export(model:Asker|str|Path, folder:str|Path, format:str='smolvlm')->Path: #
     with TemporaryDirectory() as tmp:
         if isinstance(model, Asker):
             standard = model.image_processor==image_processor_of(model.model.cfg)
-            require(standard, 'this model has an image processor of its own, which no other program has: '
+            require(standard,
+                'this model has an image processor of its own, which no other program has: '
                 'write the weights alone with model.model.save_pretrained(FOLDER)')
             checkpoint = Path(tmp)/'model'
             model.model.save_pretrained(checkpoint, model.tokenizer)

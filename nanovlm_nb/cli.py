@@ -33,15 +33,19 @@ def _free(name):
     path = Path(name)
     return path.absolute().parent.is_dir() and (path.is_file() or not path.exists())
 
-Checkpoint = Annotated[str, 'the directory of a checkpoint or of a run, or a name of the hub',
-    lambda x: x.strip() and (Path(x).is_dir() or not Path(x).is_file() and check_hub_name(x) is None)]
-Logged = Annotated[str, 'the directory of a run, or log.jsonl in it, or a directory of runs',
+Checkpoint = Annotated[str,
+    'the directory of a checkpoint or of a run, or a name of the hub',
+    lambda x: x.strip()
+    and (Path(x).is_dir() or not Path(x).is_file() and check_hub_name(x) is None)]
+Logged = Annotated[str,
+    'the directory of a run, or log.jsonl in it, or a directory of runs',
     lambda x: Path(x).suffix=='.jsonl' if Path(x).is_file() else Path(x).is_dir()]
 Device = Annotated[str, 'cpu, mps, cuda or cuda:N',
     lambda x: x in ('cpu','mps','cuda') or x.startswith('cuda:') and x[5:].isdecimal()]
 Folder = Annotated[str, 'a directory that exists', lambda x: Path(x).is_dir()]
 NewFile = Annotated[str, 'a file, in a directory that exists', _free]
-Picture = Annotated[str, 'a file that ends in png, jpg, svg, pdf or webp, in a directory that exists',
+Picture = Annotated[str,
+    'a file that ends in png, jpg, svg, pdf or webp, in a directory that exists',
     lambda x: _free(x) and x.endswith(('.png','.jpg','.svg','.pdf','.webp'))]
 
 # %% ../nbs/97_cli.ipynb #19a000d2
@@ -169,7 +173,8 @@ def _ask(
         from nanovlm_nb.uses.pages import serve
         return serve(model, max_new_tokens, host, port)
     from nanovlm_nb.answers.answer import ask
-    ask(model, image, prompt, max_new_tokens, temperature, top_k, top_p, stop, seed, json)
+    ask(model, image, prompt, max_new_tokens, temperature, top_k, top_p, stop, seed,
+        json)
 
 # %% ../nbs/97_cli.ipynb #25160ab8
 @command()
@@ -201,13 +206,15 @@ def _eval(checkpoint:Checkpoint|None, # with config.json and model.safetensors; 
     for flag,value in of_tasks.items():
         require(tasks or write_tasks or value is None,
             f'--{flag} is for an evaluation on tasks: give --tasks, or leave it out')
-    files = [name.strip() for name in tasks.split(',') if name.strip().endswith('.parquet')]
+    files = [name.strip() for name in tasks.split(',')
+        if name.strip().endswith('.parquet')]
     with user_path():
         missing = ', '.join(name for name in files if not Path(name).is_file())
     require(not missing, f'--tasks: there is no file {missing}: correct the path')
     if not (tasks or write_tasks):
         from nanovlm_nb.answers.look import look_at_checkpoint
-        return look_at_checkpoint(str(checkpoint), config, rows, json, device, batch_size,
+        return look_at_checkpoint(str(checkpoint), config, rows, json, device,
+            batch_size,
             probe)
     from nanovlm_nb.answers.tasks import evaluate_checkpoint,write_tasks as write
     if not write_tasks:
@@ -262,7 +269,8 @@ def _runs(runs:list[Logged]|None, # directory of runs, or a log.jsonl; default: 
     require(len(runs or folders)==1 or not (follow or pth),
         '--follow and --pth are for a single run')
     others = pth or follow or delete_older_than is not None or delete_abandoned
-    require(not (folders and others), f'{", ".join(folders)} has several runs: name the run that you mean')
+    require(not (folders and others),
+        f'{", ".join(folders)} has several runs: name the run that you mean')
     require(not (curves and others), '--curves only draws: leave the other flags out')
     from nanovlm_nb.tools.runs import show_runs
     return show_runs(names, curves, pth, delete_older_than, delete_abandoned, follow)
@@ -321,7 +329,8 @@ _MEANT = dict(ask='generate predict chat infer inference describe caption',
     export='convert save merge',
     train='fit finetune fine_tune pretrain sft lora tune',
     runs='list ls log logs status show plot curves tensorboard',
-    check='doctor env info', plan='estimate cost memory params', replay='inspect debug') | {
+    check='doctor env info', plan='estimate cost memory params',
+    replay='inspect debug') | {
     'ask --page':'demo serve web ui gradio app',
     'train --run_name NAME --resume True':'resume continue'}
 
@@ -331,10 +340,12 @@ def _check_command(name:str)->None: # the first word
     meant = f'ask {name}` or `nanovlm runs {name}' if path.is_dir() else f'train {name}'
     if path.is_file() and path.suffix not in ('.yaml','.yml'):
         meant = f'train --train_dataset_path {name}'
-    require(not path.exists(), f'`{name}` is no command: did you mean `nanovlm {meant}`?')
+    require(not path.exists(),
+        f'`{name}` is no command: did you mean `nanovlm {meant}`?')
     word = name.replace('-', '_').lower()
     for command,words in _MEANT.items():
-        require(word not in words.split(), f'unknown command `{name}`: did you mean `nanovlm {command}`?')
+        require(word not in words.split(),
+            f'unknown command `{name}`: did you mean `nanovlm {command}`?')
     check_known([name], COMMANDS, 'command')
 
 def main(argv:list[str]|None=None)->int|None: # default: those of the command line; the exit code

@@ -53,10 +53,13 @@ def asked(prompt, pictures, question, most):
     out = post('/completion', **given, **how, n_predict=most)
     first = post('/completion', **given, **how, n_predict=1, n_probs=10000).get('completion_probabilities')  # none where the token is half a letter
     parts = [*(dict(type='image_url', image_url=dict(url='data:image/png;base64,' + picture(p))) for p in pictures), dict(type='text', text=question)]
-    chat = post('/v1/chat/completions', messages=[dict(role='user', content=parts)], temperature=0,
+    chat = post('/v1/chat/completions', messages=[dict(role='user', content=parts)],
+        temperature=0,
                 max_tokens=most, cache_prompt=False)
-    return dict(ids=None if pictures else post('/tokenize', content=prompt, parse_special=True, add_special=True)['tokens'], read=out['tokens_evaluated'], said=out['tokens'],
-                logs=first and {e['id']: e['logprob'] for e in first[0]['top_logprobs']},
+    return dict(ids=None
+        if pictures else post('/tokenize', content=prompt, parse_special=True, add_special=True)['tokens'], read=out['tokens_evaluated'], said=out['tokens'],
+                logs=first
+                and {e['id']: e['logprob'] for e in first[0]['top_logprobs']},
                 chat_read=chat['usage']['prompt_tokens'])
 
 

@@ -66,16 +66,19 @@ class Slurm:
         port, slurmd_port = free_ports(2)
         conf = self.folder/'slurm.conf'
         host = socket.gethostname().split('.')[0]
-        conf.write_text(CONF.format(folder=self.folder, host=host, port=port, slurmd_port=slurmd_port, cpus=os.cpu_count()))
+        conf.write_text(CONF.format(folder=self.folder, host=host, port=port,
+            slurmd_port=slurmd_port, cpus=os.cpu_count()))
         (self.folder/'gres.conf').write_text('Name=gpu File=/dev/null\n')  # stands for a GPU: Slurm gives it to the jobs that ask for one
         self.env = {**os.environ, 'PATH': PATH, 'SLURM_CONF': str(conf)}
         try:
             f = self.folder
-            self('munged', f'--key-file={key}', f'--socket={f}/munge.socket', f'--pid-file={f}/munged.pid',
+            self('munged', f'--key-file={key}', f'--socket={f}/munge.socket',
+                f'--pid-file={f}/munged.pid',
                  f'--log-file={f}/munged.log', f'--seed-file={f}/munge.seed')
             self('slurmctld', '-f', conf)
             self('slurmd', '-f', conf, '-N', host)
-            self.wait(lambda: 'idle' in self('sinfo', '-h', '-o', '%T', check=False), 60, 'the node is idle')
+            self.wait(lambda: 'idle' in self('sinfo', '-h', '-o', '%T', check=False),
+                60, 'the node is idle')
         except BaseException:
             self.__exit__()
             raise
@@ -83,7 +86,8 @@ class Slurm:
 
     def __exit__(self, *_):
         self('scancel', '--user', 'root', check=False)
-        for name in ('slurmd', 'slurmctld', 'munged'): self.end(self.folder/f'{name}.pid')
+        for name in ('slurmd', 'slurmctld', 'munged'):
+            self.end(self.folder/f'{name}.pid')
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def end(self, pid_file):
@@ -91,18 +95,23 @@ class Slurm:
         if not pid_file.exists(): return
         pid = int(pid_file.read_text())
         os.kill(pid, signal.SIGTERM)
-        self.wait(lambda: not Path(f'/proc/{pid}').exists() or 'State:\tZ' in Path(f'/proc/{pid}/status').read_text(), 30, f'{pid_file.stem} has ended')
+        self.wait(lambda: not Path(f'/proc/{pid}').exists()
+            or 'State:\tZ' in Path(f'/proc/{pid}/status').read_text(), 30,
+            f'{pid_file.stem} has ended')
 
     def __call__(self, *args, cwd=None, check=True, **env):
         "Run one of Slurm's commands; gives what it printed."
-        done = subprocess.run([str(a) for a in args], cwd=cwd, env=self.env | env, capture_output=True,
-                              text=True, timeout=60)
-        if check and done.returncode: raise AssertionError(f'{args} ended with {done.returncode}\n{done.stdout}{done.stderr}{self.logs()}')
+        done = subprocess.run([str(a) for a in args], cwd=cwd, env=self.env | env,
+            capture_output=True,
+            text=True, timeout=60)
+        if check and done.returncode:
+            raise AssertionError(f'{args} ended with {done.returncode}\n{done.stdout}{done.stderr}{self.logs()}')
         return done.stdout
 
     def logs(self):
         "The last lines of the daemons."
-        return ''.join(f'\n{p.name}\n{p.read_text(errors="replace")[-1500:]}' for p in sorted(self.folder.glob('*.log')))
+        return ''.join(f'\n{p.name}\n{p.read_text(errors="replace")[-1500:]}'
+            for p in sorted(self.folder.glob('*.log')))
 
     def submit(self, script, *args, cwd, options=(), **env):
         "Hand in a job; gives its number."
@@ -116,5 +125,6 @@ class Slurm:
         "Wait until something is so."
         end = time.monotonic()+seconds
         while not so():
-            if time.monotonic() > end: raise TimeoutError(f'not within {seconds} s: {what}\n{self.logs()}')
+            if time.monotonic() > end:
+                raise TimeoutError(f'not within {seconds} s: {what}\n{self.logs()}')
             time.sleep(.2)

@@ -16,7 +16,8 @@ from nanovlm_nb.core.config import preset, tiny
 VLM, _ = tiny()
 
 #: what makes the model of a preset small
-SIZES = {name: getattr(VLM, name) for name in sorted({n for n, v in vars(VLM).items() if v != getattr(preset('shapes')[0], n) and n in preset('shapes')[0].to_dict()} | {'vit_n_blocks'})}
+SIZES = {name: getattr(VLM, name)
+    for name in sorted({n for n, v in vars(VLM).items() if v != getattr(preset('shapes')[0], n) and n in preset('shapes')[0].to_dict()} | {'vit_n_blocks'})}
 
 #: a model and a run small enough for a test
 TINY = [word for name, value in SIZES.items() for word in (f'--{name}', str(value))] + (
@@ -28,7 +29,8 @@ SHORT = [*TINY, *'''--data_cutoff_idx 60 --val_size 8 --num_of_sequences 4 --max
     --max_val_batches 1 --ask_samples 0 --max_keep_ckpts -1 --dtype float32'''.split()]
 
 #: figures that no interruption of a run changes: their names, and how their names begin
-FIGURES = ('step', 'batch_loss', 'grad_norm', 'batch_digest', 'val_loss', 'epoch_loss', 'samples', 'epoch')
+FIGURES = ('step', 'batch_loss', 'grad_norm', 'batch_digest', 'val_loss', 'epoch_loss',
+    'samples', 'epoch')
 FAMILIES = ('lr_', 'eval/', 'best_', 'mine/')
 
 #: the variable that tells workers of xdist where the warm python is
@@ -53,9 +55,11 @@ def start_of(args, env={}):
     `kill` and `killpg` reach a command of one process as they would a real one. Ranks are not of torchrun's process group."""
     args = [str(a) for a in args]
     name = Path(args[0])
-    if name.parent != Path(sys.executable).parent or set(env) - {'PYTHONPATH', 'PATH'}: return args, environment(**env)
+    if name.parent != Path(sys.executable).parent or set(env) - {'PYTHONPATH', 'PATH'}:
+        return args, environment(**env)
     own = [] if name == Path(sys.executable) else [str(name)]  # a script that pip has installed
-    return [warm().python, *own, *args[1:]], environment(PYTHON_EXEC=warm().python, **env)
+    return [warm().python, *own, *args[1:]], environment(PYTHON_EXEC=warm().python,
+        **env)
 
 
 def run(args, cwd, timeout=240, check=True, fresh=False, **env):
@@ -65,8 +69,10 @@ def run(args, cwd, timeout=240, check=True, fresh=False, **env):
     where memory or imports are looked at, where processes are killed by number, and for one of two runs that must be equal
     (warm ones share the seed of Python's hashes)."""
     args, env = ([str(a) for a in args], environment(**env)) if fresh else start_of(args, env)
-    done = subprocess.run(args, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout)
-    if check and done.returncode: raise AssertionError(f'{args} ended with {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}')
+    done = subprocess.run(args, cwd=cwd, env=env, capture_output=True, text=True,
+        timeout=timeout)
+    if check and done.returncode:
+        raise AssertionError(f'{args} ended with {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}')
     return done
 
 
@@ -112,6 +118,7 @@ def updates(run): return [r for r in log_of(run) if 'batch_loss' in r]
 
 def record(run):
     "What no interruption changes: figures of every line, and fingerprints of the last weights."
-    figures = [{k: v for k, v in r.items() if k in FIGURES or k.startswith(FAMILIES)} for r in log_of(run)]
+    figures = [{k: v for k, v in r.items() if k in FIGURES or k.startswith(FAMILIES)}
+        for r in log_of(run)]
     last = Path(run)/(Path(run)/'last_checkpoint').read_text().strip()
     return [f for f in figures if f.keys() - {'step', 'epoch'}], {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in last.glob('*.safetensors')}

@@ -8,23 +8,29 @@ import commands
 import pytest
 
 #: the files that take longest, the longest first: with several workers none of them is begun when all others are done
-LONG = ('stages', 'sharding', 'stream', 'classify', 'classify_guide', 'docs', 'run', 'evaluate',
-        'packing_certificate', 'endings', 'elastic', 'concepts', 'check', 'own_parts', 'inspect', 'export',
-        'histories', 'bad_updates', 'plan', 'layering', 'cli', 'gate', 'jsonl', 'misuse', 'flops', 'logs',
+LONG = ('stages', 'sharding', 'stream', 'classify', 'classify_guide', 'docs', 'run',
+    'evaluate',
+        'packing_certificate', 'endings', 'elastic', 'concepts', 'check', 'own_parts',
+        'inspect', 'export',
+        'histories', 'bad_updates', 'plan', 'layering', 'cli', 'gate', 'jsonl',
+        'misuse', 'flops', 'logs',
         'lora', 'failing_producer', 'runs', 'start', 'damage',
         'packing', 'trainer', 'compiled', 'file_kills', 'types')
 ROOT = Path(__file__).resolve().parent.parent
 
 
 def pytest_addoption(parser):
-    parser.addoption('--slow', action='store_true', help='also run tests that take minutes')
+    parser.addoption('--slow', action='store_true',
+        help='also run tests that take minutes')
 
 
 def pytest_configure(config):
     signal.signal(signal.SIGINT, signal.default_int_handler)  # else what a script has started with & would pass on that it is ignored
     config.addinivalue_line('markers', 'slow: takes minutes; runs with --slow')
     config.option.loadscopereorder = False  # xdist would begin with the files of many tests
-    if getattr(config.option, 'numprocesses', None) and not hasattr(config, 'workerinput'): os.environ[commands.SHARED_WARM] = commands.warm().python
+    if getattr(config.option, 'numprocesses', None) and not hasattr(config,
+        'workerinput'):
+        os.environ[commands.SHARED_WARM] = commands.warm().python
 
 
 def pytest_collection_modifyitems(config, items):
@@ -32,7 +38,8 @@ def pytest_collection_modifyitems(config, items):
     items.sort(key=lambda item: place.get(item.path.stem, len(LONG)))
     if config.getoption('--slow'): return
     for item in items:
-        if 'slow' in item.keywords: item.add_marker(pytest.mark.skip(reason=f'takes minutes: pytest --slow {item.path.relative_to(ROOT)}'))
+        if 'slow' in item.keywords:
+            item.add_marker(pytest.mark.skip(reason=f'takes minutes: pytest --slow {item.path.relative_to(ROOT)}'))
 
 
 def pytest_collection_finish():

@@ -10,9 +10,11 @@ from pathlib import Path
 
 from commands import TINY, record
 
-FLAGS = [*TINY, '--run_name', 'r', '--save_interval', '2', '--eval_interval', '2', '--max_keep_ckpts', '2',
+FLAGS = [*TINY, '--run_name', 'r', '--save_interval', '2', '--eval_interval', '2',
+    '--max_keep_ckpts', '2',
          '--ask_samples', '0', '--dtype', 'float32',
-         '--max_training_steps', '4', '--num_of_sequences', '2', '--batch_size', '1', '--data_cutoff_idx',
+         '--max_training_steps', '4', '--num_of_sequences', '2', '--batch_size', '1',
+         '--data_cutoff_idx',
          '40', '--val_size', '12', '--async_save', 'False', '--resume', 'True']
 WRITES = {'os.rename', 'os.remove', 'os.mkdir', 'os.rmdir', 'os.truncate', 'fsync'}
 KILLED = 137
@@ -26,7 +28,8 @@ def counting(stop):
         if event == 'open':
             writes = isinstance(args[1], str) and set(args[1]) & set('wax+') or isinstance(args[2], int) and args[2] & (os.O_WRONLY | os.O_RDWR)
             if not writes or 'checkpoints' not in str(args[0]): return
-        elif event not in WRITES or event not in ('fsync', 'os.truncate') and 'checkpoints' not in f'{args[0]}{os.getcwd()}': return
+        elif event not in WRITES or event not in ('fsync', 'os.truncate') and 'checkpoints' not in f'{args[0]}{os.getcwd()}':
+            return
         count[0] += 1
         if count[0] == stop: os._exit(KILLED)
 
@@ -67,10 +70,13 @@ def start(cwd, stop=0):
 def state(cwd):
     "All that a run has come to: what is recorded of it, every file of its directory by name, weights, pointers, drops, status."
     run_dir = Path(cwd)/'checkpoints'/'r'
-    read = {name: (run_dir/name).read_text() for name in ('last_checkpoint', 'best_checkpoint', 'drops.json', 'status')}
-    weights = {p.parent.name: p.read_bytes() for p in run_dir.glob('step_*/model.safetensors')}
+    read = {name: (run_dir/name).read_text()
+        for name in ('last_checkpoint', 'best_checkpoint', 'drops.json', 'status')}
+    weights = {p.parent.name: p.read_bytes()
+        for p in run_dir.glob('step_*/model.safetensors')}
     return dict(record=record(run_dir), weights=weights,
-                names={p.relative_to(run_dir).as_posix() for p in run_dir.rglob('*')}, **read)
+                names={p.relative_to(run_dir).as_posix() for p in run_dir.rglob('*')},
+                **read)
 
 
 def all_kills(every):
@@ -87,8 +93,12 @@ def all_kills(every):
         for k in [round(n*float(f)) for f in every.split(',')] if '.' in every else range(int(every), n+1, int(every)):
             with tempfile.TemporaryDirectory() as cwd:
                 codes = start(cwd, k)[0], start(cwd)[0]
-                if codes != (KILLED, 0): found[k] = [f'ended with {codes}: '+(Path(cwd)/'output').read_text()[-1500:]]
-                else: found[k] = [f'{what}: {was} -> {now}'[:1500] for (what, was), now in zip(whole.items(), state(cwd).values()) if now != was]
+                if codes != (KILLED, 0):
+                    found[k] = [f'ended with {codes}: '+(Path(cwd)/'output').read_text()[-1500:]]
+                else:
+                    found[k] = [f'{what}: {was} -> {now}'[:1500]
+                        for (what, was), now in zip(whole.items(), state(cwd).values())
+                        if now != was]
             print(f'{k} of {n}: {found[k] or "the same"}', file=sys.stderr, flush=True)
         return dict(operations=n, found=found)
 

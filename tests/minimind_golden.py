@@ -14,8 +14,10 @@ from pathlib import Path
 import torch
 
 #: name of a golden directory -> commit of MiniMind-V, whether there are experts
-CASES = dict(middle=('623a130', False), today=('9595617', False), today_moe=('9595617', True))
-SIZES = dict(width=32, blocks=2, heads=4, kv_heads=2, inside=40, tokens=48, vision=768, experts=3)
+CASES = dict(middle=('623a130', False), today=('9595617', False),
+    today_moe=('9595617', True))
+SIZES = dict(width=32, blocks=2, heads=4, kv_heads=2, inside=40, tokens=48, vision=768,
+    experts=3)
 PICTURE = 6 # placeholders of a picture
 MARK = 34 # id of a placeholder
 
@@ -27,14 +29,18 @@ def their_model(folder, use_moe):
     if (Path(folder)/'model'/'VLMConfig.py').is_file():
         from model.model_vlm import MiniMindVLM
         from model.VLMConfig import VLMConfig
-        fields = dict(dim=s['width'], n_layers=s['blocks'], n_heads=s['heads'], n_kv_heads=s['kv_heads'],
-                      hidden_dim=s['inside'], max_seq_len=64, n_routed_experts=s['experts'])
+        fields = dict(dim=s['width'], n_layers=s['blocks'], n_heads=s['heads'],
+            n_kv_heads=s['kv_heads'],
+            hidden_dim=s['inside'], max_seq_len=64,
+            n_routed_experts=s['experts'])
     else:
         from model.model_vlm import MiniMindVLM, VLMConfig
-        fields = dict(hidden_size=s['width'], num_hidden_layers=s['blocks'], num_attention_heads=s['heads'],
-                      num_key_value_heads=s['kv_heads'],
-                      intermediate_size=s['inside'], max_position_embeddings=64, num_experts=s['experts'],
-                      n_routed_experts=s['experts'])
+        fields = dict(hidden_size=s['width'], num_hidden_layers=s['blocks'],
+            num_attention_heads=s['heads'],
+            num_key_value_heads=s['kv_heads'],
+            intermediate_size=s['inside'], max_position_embeddings=64,
+            num_experts=s['experts'],
+            n_routed_experts=s['experts'])
     MiniMindVLM.get_vision_model = staticmethod(lambda *a, **kw: (None, None))  # features are given to it below
     MiniMindVLM.get_image_embeddings = staticmethod(lambda pictures, _: pictures.mean((-2, -1)).view(len(pictures), PICTURE, -1).squeeze())
     torch.manual_seed(0)
@@ -66,7 +72,8 @@ def main(argv):
     if argv[0] == '--make':
         _, code, use_moe, out = argv
         model = their_model(code, use_moe == '1')
-        torch.save({k: w.half() for k, w in model.state_dict().items()}, Path(out)/'weights.pth')
+        torch.save({k: w.half() for k, w in model.state_dict().items()},
+            Path(out)/'weights.pth')
         return torch.save(scores(model), Path(out)/'scores.pt')
     clone, target = map(Path, argv)
     for name, (commit, use_moe) in CASES.items():

@@ -44,13 +44,16 @@ def padded(theirs, rows):
 def packed(asker, theirs, rows):
     "The same samples in one row."
     parts = [(theirs.ids(*row), len(theirs.ids(*row[:2]))) for row in rows]
-    targets = [torch.tensor([-100]*(start-1) + ids[start:] + [-100]) for ids, start in parts]
+    targets = [torch.tensor([-100]*(start-1) + ids[start:] + [-100])
+        for ids, start in parts]
     ids = torch.tensor([i for ids, _ in parts for i in ids])[None]
-    images = [[asker.image_processor(im)[0] for im in pictures] for pictures, *_ in rows]
+    images = [[asker.image_processor(im)[0] for im in pictures]
+        for pictures, *_ in rows]
     cfg = asker.model.cfg
     grids = tuple(tuple(im.shape[:2]) for pictures in images for im in pictures)
     layout = Layout.of(ids, cfg.image_token_id, torch.cat(targets)[None],
-                       doc_lens=[[len(i) for i, _ in parts]], grids=grids, window=cfg.tiles_per_window)
+                       doc_lens=[[len(i) for i, _ in parts]], grids=grids,
+                       window=cfg.tiles_per_window)
     return dict(input_ids=ids, images=images, layout=layout)
 
 
@@ -94,7 +97,9 @@ def main(rounds=7):
         batches = [packed(asker, theirs, rows) for rows in drawn], [padded(theirs, rows) for rows in drawn]
         losses_of = (lambda out: out[1]), (lambda out: out.loss)
         filled = sum(b['input_ids'].numel() for b in batches[0])/sum(b['input_ids'].numel() for b in batches[1])
-        memory = [statistics.mean(kept(m.train(), b, loss_of) for b in part) for m, part, loss_of in zip((asker.model, theirs.model), batches, losses_of)]
+        memory = [statistics.mean(kept(m.train(), b, loss_of) for b in part)
+            for m, part, loss_of in zip((asker.model, theirs.model), batches,
+            losses_of)]
         print(f'{SAMPLES} samples an update, {statistics.mean(len(b["layout"].slots) for b in batches[0]):.0f} image tokens; {filled:.0%} of the padded batch are tokens')
         print(f'kept for backward: {memory[0]/2**20:.1f} MiB here, {memory[1]/2**20:.1f} there, ratio {memory[0]/memory[1]:.2f}')
         ratios = []
@@ -104,7 +109,8 @@ def main(rounds=7):
             made = {i: seconds(models[i], batches[i], losses_of[i]) for i in order}
             assert torch.allclose(torch.tensor(made[0][1]), torch.tensor(made[1][1]), rtol=1e-4), made
             if k: ratios.append(made[0][0]/made[1][0])
-            if k: print(f'round {k}: an update takes {1e3*made[0][0]:.0f} ms of CPU time here, {1e3*made[1][0]:.0f} there, ratio {ratios[-1]:.2f}', flush=True)
+            if k:
+                print(f'round {k}: an update takes {1e3*made[0][0]:.0f} ms of CPU time here, {1e3*made[1][0]:.0f} there, ratio {ratios[-1]:.2f}', flush=True)
         print(f'CPU time: ratio {statistics.median(ratios):.2f} (median of {rounds} rounds, {min(ratios):.2f} to {max(ratios):.2f}); losses agree')
 
 

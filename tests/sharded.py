@@ -24,24 +24,35 @@ from nanovlm_nb.model.vlm import VisionLanguageModel
 UPDATES = 4
 HALF = 2 # of a case, and when it writes its checkpoint
 WORKERS = {1: 0, 2: 2, 4: 1}  # loader workers of the stage with so many ranks
-SMALL = dict(vit_hidden_dim=64, vit_n_heads=2, vit_n_blocks=2, lm_hidden_dim=64, lm_inter_dim=128,
-             lm_n_heads=2, lm_n_kv_heads=1, lm_n_blocks=2, lm_max_length=96, loss_chunk_size=16)
+SMALL = dict(vit_hidden_dim=64, vit_n_heads=2, vit_n_blocks=2, lm_hidden_dim=64,
+    lm_inter_dim=128,
+    lm_n_heads=2, lm_n_kv_heads=1, lm_n_blocks=2, lm_max_length=96,
+    loss_chunk_size=16)
 RECOMPUTE = dict(vision_checkpointing=True, language_checkpointing=True)
 FROZEN = dict(lr_vision_backbone=0)
 EACH = dict(reduce_every_micro_batch=True)
 AT_ONCE, PAIRS = (dict(batch_size=n, gradient_accumulation_steps=1) for n in (4, 2))
 DEEPSPEED = dict(train_batch_size=4,
-                 zero_optimization=dict(stage=2, overlap_comm=True, offload_optimizer=dict(device='cpu')),
-                 bf16=dict(enabled=False))
+    zero_optimization=dict(stage=2, overlap_comm=True,
+        offload_optimizer=dict(device='cpu')),
+    bf16=dict(enabled=False))
 
 #: name -> (settings of the model, settings of the run)
 CASES = {
-    1: dict(whole=({}, {}), at_once=({}, AT_ONCE), frozen=({}, FROZEN), offload=({}, dict(sharding='zero2', offload_optimizer=True)), moe=(dict(use_moe=True), {})),
-    2: dict(ddp=({}, {}), ddp_pairs=({}, PAIRS), zero2=({}, dict(sharding='zero2')), zero3=({}, dict(sharding='zero3')), zero2_offload=({}, dict(sharding='zero2', offload_optimizer=True)),
+    1: dict(whole=({}, {}), at_once=({}, AT_ONCE), frozen=({}, FROZEN),
+        offload=({}, dict(sharding='zero2', offload_optimizer=True)),
+        moe=(dict(use_moe=True), {})),
+    2: dict(ddp=({}, {}), ddp_pairs=({}, PAIRS), zero2=({}, dict(sharding='zero2')),
+        zero3=({}, dict(sharding='zero3')),
+        zero2_offload=({}, dict(sharding='zero2', offload_optimizer=True)),
             zero3_offload=({}, dict(sharding='zero3', offload_params=True, offload_optimizer=True)), zero3_recompute=({}, dict(sharding='zero3', **RECOMPUTE)),
-            zero2_each=({}, dict(sharding='zero2', **EACH)), zero3_each=({}, dict(sharding='zero3', **EACH)),
-            zero2_frozen=({}, dict(sharding='zero2', **FROZEN)), zero2_moe=(dict(use_moe=True), dict(sharding='zero2')),
-            ddp_bf16=({}, dict(dtype='bfloat16')), zero2_bf16=({}, dict(sharding='zero2', dtype='bfloat16')), zero3_fp16=({}, dict(sharding='zero3', dtype='float16'))),
+            zero2_each=({}, dict(sharding='zero2', **EACH)),
+            zero3_each=({}, dict(sharding='zero3', **EACH)),
+            zero2_frozen=({}, dict(sharding='zero2', **FROZEN)),
+            zero2_moe=(dict(use_moe=True), dict(sharding='zero2')),
+            ddp_bf16=({}, dict(dtype='bfloat16')),
+            zero2_bf16=({}, dict(sharding='zero2', dtype='bfloat16')),
+            zero3_fp16=({}, dict(sharding='zero3', dtype='float16'))),
     4: dict(zero2_of_4=({}, dict(sharding='zero2'))),
 }
 
@@ -56,7 +67,8 @@ def make_packs(cfg):
         ids = torch.cat([torch.full((n_images*cfg.mp_image_token_length,), cfg.image_token_id), text])
         labels = torch.full_like(ids, -100)
         labels[-targets-1:-1] = ids[-targets:]
-        sample = dict(id=f'packs/{k}', input_ids=ids, labels=labels, images=tiles, source='packs')
+        sample = dict(id=f'packs/{k}', input_ids=ids, labels=labels, images=tiles,
+            source='packs')
         packs.append(pack([sample], 96, pad_id=2))
     return packs
 
@@ -85,22 +97,26 @@ def make_trainer(dist, run_dir, model, run):
     base = new_model(model)
     cfg = base.cfg
     train = preset('shapes')[1]
-    train = evolve(train, **dict(batch_size=1, gradient_accumulation_steps=4//dist.world_size, dtype='float32', max_training_steps=UPDATES, max_sample_length=96) | run)
+    train = evolve(train,
+        **dict(batch_size=1, gradient_accumulation_steps=4//dist.world_size, dtype='float32', max_training_steps=UPDATES, max_sample_length=96) | run)
     packs = make_packs(cfg)[dist.rank::dist.world_size]
-    mine = [collate_packs(packs[i:i+train.batch_size]) for i in range(0, len(packs), train.batch_size)]
+    mine = [collate_packs(packs[i:i+train.batch_size])
+        for i in range(0, len(packs), train.batch_size)]
     return put_together(base, train, mine, mine, [Guard()], dist, Quiet(run_dir))
 
 
 def updates(trainer, n):
     "Loss and norm of some updates on the same packs."
-    made = [train_step(trainer, gather_update(list(trainer.loader), trainer.dist)) for _ in range(n)]
+    made = [train_step(trainer, gather_update(list(trainer.loader), trainer.dist))
+        for _ in range(n)]
     return [[m['batch_loss'], m['grad_norm']] for m in made]
 
 
 def keep(out, name, trainer):
     "Write the weights of a training."
     weights = full_weights(trainer.base)
-    if trainer.dist.is_master: save_file({k: v.clone() for k, v in weights.items()}, out/f'{name}.safetensors')
+    if trainer.dist.is_master:
+        save_file({k: v.clone() for k, v in weights.items()}, out/f'{name}.safetensors')
 
 
 def case(dist, out, name, model, run):
@@ -121,7 +137,8 @@ def continued(dist, out, name, source, run):
     "Two updates from another case's checkpoint."
     trainer = make_trainer(dist, out/name, {}, run)
     checkpoint = out/source/f'step_{HALF}'
-    load_full_weights(trainer.base, VisionLanguageModel.from_pretrained(checkpoint).state_dict())
+    load_full_weights(trainer.base,
+        VisionLanguageModel.from_pretrained(checkpoint).state_dict())
     load_optimizer(checkpoint/'optimizer', trainer.base, trainer.optimizer, dist)
     trainer.step = HALF
     figures = updates(trainer, UPDATES-HALF)
@@ -143,7 +160,8 @@ def sums(trainer):
 def text_only(dist, out, sharding):
     "The sums before three updates and after each: with pictures, without any, with pictures on the last rank only."
     trainer = make_trainer(dist, out, {},
-                           dict(sharding=sharding, weight_decay=.1) if dist.world_size > 1 else dict(weight_decay=.1))
+                           dict(sharding=sharding, weight_decay=.1)
+                           if dist.world_size > 1 else dict(weight_decay=.1))
     packs = [collate_packs([p]) for p in make_packs(trainer.base.cfg)]
     text = [without_pictures(p, trainer.base.cfg) for p in packs]
     found = [sums(trainer)]
@@ -156,10 +174,12 @@ def text_only(dist, out, sharding):
 def stage(dist, out, name, steps, workers, **changes):
     "The next updates of a run on real samples."
     vlm, train, _ = parse_args([*TINY, '--run_name', name])
-    train = replace(train, data_cutoff_idx=60, num_of_sequences=3, ask_samples=0, eval_in_epochs=False,
-                    dtype='float32', resume=True, max_training_steps=steps,
-                    num_workers=workers, batch_size=2 if dist.world_size == 1 else 1,
-                    gradient_accumulation_steps=1 if dist.world_size == 4 else 2, **changes)
+    train = replace(train, data_cutoff_idx=60, num_of_sequences=3, ask_samples=0,
+        eval_in_epochs=False,
+        dtype='float32', resume=True, max_training_steps=steps,
+        num_workers=workers, batch_size=2 if dist.world_size == 1 else 1,
+        gradient_accumulation_steps=1 if dist.world_size == 4 else 2,
+        **changes)
     run(replace(vlm, vlm_checkpoint_path=str(out/'runs')), train,
         schedule=lambda step, max_lr, max_steps: max_lr*.95**step, dist=dist)
 
@@ -169,12 +189,20 @@ def main(out):
     torch.set_num_threads(1)
     n = dist.world_size
     facts = {}
-    for name, (model, run) in CASES[n].items(): facts[name] = case(dist, out, name, model, run)
-    if n == 2: facts |= dict(ddp_to_zero2=continued(dist, out, 'ddp_to_zero2', 'ddp', dict(sharding='zero2')),
-                             zero2_to_ddp=continued(dist, out, 'zero2_to_ddp', 'zero2', {}),
-                             offload_to_zero2=continued(dist, out, 'offload_to_zero2', 'offload', dict(sharding='zero2')))
-    if n == 4: facts['zero2_to_4'] = continued(dist, out, 'zero2_to_4', 'zero2', dict(sharding='zero3'))
-    for how in {1: ['ddp'], 2: ['ddp', 'zero2', 'zero3'], 4: []}[n]: facts[f'text_{n}_{how}'] = text_only(dist, out, how)
+    for name, (model, run) in CASES[n].items():
+        facts[name] = case(dist, out, name, model, run)
+    if n == 2:
+        facts |= dict(ddp_to_zero2=continued(dist, out, 'ddp_to_zero2', 'ddp',
+                dict(sharding='zero2')),
+            zero2_to_ddp=continued(dist, out, 'zero2_to_ddp', 'zero2',
+                {}),
+            offload_to_zero2=continued(dist, out, 'offload_to_zero2',
+                'offload', dict(sharding='zero2')))
+    if n == 4:
+        facts['zero2_to_4'] = continued(dist, out, 'zero2_to_4', 'zero2',
+            dict(sharding='zero3'))
+    for how in {1: ['ddp'], 2: ['ddp', 'zero2', 'zero3'], 4: []}[n]:
+        facts[f'text_{n}_{how}'] = text_only(dist, out, how)
     if n == 1: stage(dist, out, 'undisturbed', 12, 0)
     file = out/'deepspeed.json'
     if dist.is_master: file.write_text(json.dumps(DEEPSPEED))

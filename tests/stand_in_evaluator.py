@@ -19,7 +19,8 @@ def evaluate(out, tasks, go):
         time.sleep(.15)
         done.append(task)
         tmp = out.with_name(f'{out.name}.{os.getpid()}.tmp')
-        tmp.write_text(json.dumps(dict(global_step=step, tasks=done, results={f'{t}_acc': step+len(t)/100 for t in done})))
+        tmp.write_text(json.dumps(dict(global_step=step, tasks=done,
+            results={f'{t}_acc': step+len(t)/100 for t in done})))
         tmp.replace(out)
 
 

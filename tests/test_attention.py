@@ -9,9 +9,11 @@ from nanovlm_nb.model.attention import BACKENDS
 from nanovlm_nb.core.config import VLMConfig
 from nanovlm_nb.model.language import LanguageModel
 
-CFG = VLMConfig(lm_hidden_dim=32, lm_inter_dim=48, lm_n_heads=4, lm_n_kv_heads=2, lm_n_blocks=2,
-                lm_base_vocab_size=50, lm_max_length=64,
-                vit_img_size=32, vit_patch_size=8, mp_pixel_shuffle_factor=2, max_img_size=64)
+CFG = VLMConfig(lm_hidden_dim=32, lm_inter_dim=48, lm_n_heads=4, lm_n_kv_heads=2,
+    lm_n_blocks=2,
+    lm_base_vocab_size=50, lm_max_length=64,
+    vit_img_size=32, vit_patch_size=8, mp_pixel_shuffle_factor=2,
+    max_img_size=64)
 PADDING = 'none', 'front', 'end', 'both'
 
 
@@ -30,17 +32,22 @@ def test_autocast():
 def packed_rows(rng, n, padding):
     "`n` documents in three rows, some of which may be empty; every third document has one position."
     lens = [[] for _ in range(3)]
-    for k in range(n): lens[rng.choice((0, 2) if n < 5 else (0, 1, 2))].append(1 if k % 3 == 0 else rng.randint(1, 9))
+    for k in range(n):
+        lens[rng.choice((0, 2) if n < 5 else (0, 1, 2))].append(1
+            if k % 3 == 0 else rng.randint(1, 9))
     T = max(1, *map(sum, lens)) + (padding != 'none')*rng.randint(1, 7)
-    if padding == 'none': lens = [[*row[:-1], row[-1]+T-sum(row)] if row else row for row in lens]
+    if padding == 'none':
+        lens = [[*row[:-1], row[-1]+T-sum(row)] if row else row for row in lens]
     free = [T-sum(row) for row in lens]
-    starts = [dict(none=0, end=0, front=f, both=rng.randint(0, f))[padding] for f in free]
+    starts = [dict(none=0, end=0, front=f, both=rng.randint(0, f))[padding]
+        for f in free]
     return Layout(tuple(map(tuple, lens)), T, tuple(starts))
 
 
 def leaves(layout, dtype=torch.float64):
     "15 query heads share 5 key heads; the gradient that comes back, last."
-    return [torch.randn(len(layout.doc_lens), h, layout.T, 8, dtype=dtype) for h in (15, 5, 5, 15)]
+    return [torch.randn(len(layout.doc_lens), h, layout.T, 8, dtype=dtype)
+        for h in (15, 5, 5, 15)]
 
 
 def passes(name, tensors, layout, causal):
@@ -54,7 +61,8 @@ def passes(name, tensors, layout, causal):
 def sweep(counts):
     "Layouts with these numbers of documents, with every padding, causal or not."
     rng = random.Random(0)
-    return [(packed_rows(rng, n, padding), causal) for n in counts for padding in PADDING for causal in (True, False)]
+    return [(packed_rows(rng, n, padding), causal) for n in counts
+        for padding in PADDING for causal in (True, False)]
 
 
 MANY = [(0, 1, 2, 17, 60), pytest.param(range(61), marks=pytest.mark.slow)]
@@ -82,13 +90,17 @@ def test_packed_documents_are_isolated(name, counts):
     for layout, causal in sweep(counts):
         tensors = leaves(layout)
         starts = enumerate(zip(layout.doc_lens, layout.starts))
-        places = [(b, at+sum(lens[:i]), at+sum(lens[:i+1])) for b, (lens, at) in starts for i in range(len(lens))]
+        places = [(b, at+sum(lens[:i]), at+sum(lens[:i+1])) for b, (lens, at) in starts
+            for i in range(len(lens))]
         other = layout.documents == 0
         if places and rng.random() < .8:
             b, s, e = rng.choice(places)
             other = torch.zeros_like(other)
             other[b, s:e] = True
-        changed = [torch.where(other[:, None, :, None], 100*torch.randn_like(x), x) for x in tensors]
+        changed = [torch.where(other[:, None, :, None], 100*torch.randn_like(x), x)
+            for x in tensors]
         before, after = (passes(name, x, layout, causal) for x in (tensors, changed))
-        for a, z in zip(before, after): assert torch.equal(a.transpose(1, 2)[~other], z.transpose(1, 2)[~other])
-        assert (layout.documents[other] == 0).all() or not torch.equal(before[0], after[0])
+        for a, z in zip(before, after):
+            assert torch.equal(a.transpose(1, 2)[~other], z.transpose(1, 2)[~other])
+        assert (layout.documents[other] == 0).all() or not torch.equal(before[0],
+            after[0])

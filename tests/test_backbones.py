@@ -5,9 +5,11 @@ import pytest
 import torch
 from huggingface_hub import constants
 from safetensors.torch import load_file
-from transformers import (CLIPConfig, CLIPModel, CLIPVisionConfig, CLIPVisionModel, LlamaConfig,
-                          LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM,
-                          Qwen3Config, Qwen3ForCausalLM, SiglipVisionConfig, SiglipVisionModel)
+from transformers import (CLIPConfig, CLIPModel, CLIPVisionConfig, CLIPVisionModel,
+    LlamaConfig,
+    LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM,
+    Qwen3Config, Qwen3ForCausalLM, SiglipVisionConfig,
+    SiglipVisionModel)
 
 from nanovlm_nb.core.config import VLMConfig
 from nanovlm_nb.model.language import KVCache, LanguageModel
@@ -18,11 +20,14 @@ from nanovlm_nb.model.files import resolve_checkpoint
 from nanovlm_nb.model.backbones import language_config,load_language_backbone,load_vision_backbone
 from nanovlm_nb.model.backbones import vision_config
 
-SMALL = dict(vit_img_size=64, max_img_size=64, mp_pixel_shuffle_factor=2, lm_max_length=64)
-VISION = dict(hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=4, image_size=64,
-              patch_size=16)
-LANGUAGE = dict(hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=6,
-                num_key_value_heads=2, vocab_size=120)
+SMALL = dict(vit_img_size=64, max_img_size=64, mp_pixel_shuffle_factor=2,
+    lm_max_length=64)
+VISION = dict(hidden_size=48, intermediate_size=80, num_hidden_layers=3,
+    num_attention_heads=4, image_size=64,
+    patch_size=16)
+LANGUAGE = dict(hidden_size=48, intermediate_size=80, num_hidden_layers=3,
+    num_attention_heads=6,
+    num_key_value_heads=2, vocab_size=120)
 
 
 def load_lm(folder):
@@ -117,9 +122,11 @@ def shaken(model, folder):
 def test_fresh_clip(tmp_path, act, whole):
     "The patches of CLIP's last block, as LLaVA and MiniMind-V take them, from the tower alone and from the file of both towers."
     vision = VISION | dict(hidden_act=act)
-    text = dict(hidden_size=48, intermediate_size=80, num_hidden_layers=1, num_attention_heads=4,
+    text = dict(hidden_size=48, intermediate_size=80, num_hidden_layers=1,
+        num_attention_heads=4,
                 vocab_size=30)
-    model = shaken(CLIPModel(CLIPConfig(vision_config=vision, text_config=text)) if whole else CLIPVisionModel(CLIPVisionConfig(**vision)), tmp_path)
+    model = shaken(CLIPModel(CLIPConfig(vision_config=vision, text_config=text))
+        if whole else CLIPVisionModel(CLIPVisionConfig(**vision)), tmp_path)
     tower = model.vision_model if hasattr(model, 'vision_model') else model
     want = tower(CLIP_PIXELS).last_hidden_state[:, 1:]
     vit = load_vit(tmp_path)
@@ -128,23 +135,30 @@ def test_fresh_clip(tmp_path, act, whole):
 
 
 @pytest.mark.parametrize('tied', [True, False])
-@pytest.mark.parametrize('kind,conf,more', [(Qwen2ForCausalLM, Qwen2Config, {}), (Qwen3ForCausalLM, Qwen3Config, dict(head_dim=12)), (Qwen3ForCausalLM, Qwen3Config, dict(head_dim=8)),
-                                            (LlamaForCausalLM, LlamaConfig, dict(head_dim=20)), (LlamaForCausalLM, LlamaConfig, {})])
+@pytest.mark.parametrize('kind,conf,more',
+    [(Qwen2ForCausalLM, Qwen2Config, {}),
+        (Qwen3ForCausalLM, Qwen3Config, dict(head_dim=12)),
+        (Qwen3ForCausalLM, Qwen3Config, dict(head_dim=8)),
+        (LlamaForCausalLM, LlamaConfig, dict(head_dim=20)), (LlamaForCausalLM, LlamaConfig, {})])
 def test_fresh_language_models(tmp_path, kind, conf, more, tied):
     "Llama, biases of Qwen2, norms of Qwen3, heads of any width; also with a cache."
     model = shaken(kind(conf(**LANGUAGE, **more, rope_theta=1e6, rope_parameters=dict(rope_theta=1e6, rope_type='default'), tie_word_embeddings=tied)), tmp_path)
     lm = load_lm(tmp_path)
-    assert (lm.cfg.lm_tie_weights, lm.cfg.lm_re_base, lm.cfg.head_width) == (tied, 1000000, more.get('head_dim', 8))
+    assert (lm.cfg.lm_tie_weights, lm.cfg.lm_re_base, lm.cfg.head_width) == (tied,
+        1000000, more.get('head_dim', 8))
     assert error(lm, model) <= 1e-5
     ids = torch.randint(0, 120, (2, 20))
     cache = KVCache(20)
-    with torch.no_grad(): steps = [lm.head(lm(part, cache=cache)) for part in (ids[:, :15], *ids[:, 15:].split(1, 1))]
+    with torch.no_grad():
+        steps = [lm.head(lm(part, cache=cache))
+            for part in (ids[:, :15], *ids[:, 15:].split(1, 1))]
     assert (torch.cat(steps, 1)[..., :120]-model(ids).logits).abs().max() <= 1e-5
 
 
 def test_sliding_window_is_refused(tmp_path):
     Qwen2ForCausalLM(Qwen2Config(**LANGUAGE, use_sliding_window=True, sliding_window=8)).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match='use_sliding_window is True, but'): language_config(tmp_path)
+    with pytest.raises(ValueError, match='use_sliding_window is True, but'):
+        language_config(tmp_path)
 
 
 def test_more_rows_than_tokens(tmp_path):
@@ -161,13 +175,16 @@ def test_clip_and_qwen_train_together(tmp_path):
     "A model of both starts from their weights, can learn, is saved and loaded."
     clip = shaken(CLIPVisionModel(CLIPVisionConfig(**VISION)), tmp_path/'clip')
     shaken(Qwen3ForCausalLM(Qwen3Config(**LANGUAGE, head_dim=12)), tmp_path/'qwen')
-    cfg = VLMConfig(**SMALL | dict(vit_model_type=str(tmp_path/'clip'), lm_model_type=str(tmp_path/'qwen')))
+    cfg = VLMConfig(**SMALL | dict(vit_model_type=str(tmp_path/'clip'),
+        lm_model_type=str(tmp_path/'qwen')))
     model = VisionLanguageModel(cfg)
     pixels = torch.rand(1, 3, 64, 64)
     ids = torch.cat([torch.full((1, 4), model.cfg.image_token_id), torch.randint(0, 120, (1, 16))], 1)
     tower = clip.vision_model if hasattr(clip, 'vision_model') else clip
-    with torch.no_grad(): assert (model.eval().see(pixels)-tower(pixels).last_hidden_state[:, 1:]).abs().max() <= 1e-5
+    with torch.no_grad():
+        assert (model.eval().see(pixels)-tower(pixels).last_hidden_state[:, 1:]).abs().max() <= 1e-5
     model.train()(ids, pixels, targets=torch.where(torch.arange(20)[None] > 4, ids.roll(-1, 1), -100))[1].backward()
     assert all(p.grad is not None for p in model.parameters())
     model.eval().save_pretrained(tmp_path/'both')
-    with torch.no_grad(): assert torch.equal(VisionLanguageModel.from_pretrained(tmp_path/'both')(ids, pixels)[0], model(ids, pixels)[0])
+    with torch.no_grad():
+        assert torch.equal(VisionLanguageModel.from_pretrained(tmp_path/'both')(ids, pixels)[0], model(ids, pixels)[0])

@@ -10,10 +10,13 @@ from nanovlm_nb.data.shapes import shapes_dataset
 
 ROWS = 2000
 UPDATES = 300
-RATES = [f for part in ('mp', 'vision_backbone', 'language_backbone') for f in (f'--lr_{part}', '3e-3')]
-FLAGS = [*TINY, *RATES, '--train_dataset_path', 'data', '--stream_dataset', 'False', '--data_cutoff_idx',
+RATES = [f for part in ('mp', 'vision_backbone', 'language_backbone')
+    for f in (f'--lr_{part}', '3e-3')]
+FLAGS = [*TINY, *RATES, '--train_dataset_path', 'data', '--stream_dataset', 'False',
+    '--data_cutoff_idx',
          ROWS-16, '--batch_size', 1, '--gradient_accumulation_steps', 1,
-         '--max_grad_spike', 3, '--eval_interval', 80, '--ask_samples', 0, '--dtype', 'float32', '--run_name',
+         '--max_grad_spike', 3, '--eval_interval', 80, '--ask_samples', 0, '--dtype',
+         'float32', '--run_name',
          'r', '--max_training_steps', UPDATES]
 
 
@@ -25,7 +28,9 @@ def poisoned(tmp_path_factory):
     bad = sorted(rng.sample(range(500, ROWS), 5))
 
     def spoil(row, i):
-        if i in bad: row['texts'] = [dict(user=row['texts'][0]['user'], assistant=''.join(rng.choice('zqxjkvwpyg!?#%&') for _ in range(200)))]
+        if i in bad:
+            row['texts'] = [dict(user=row['texts'][0]['user'],
+                assistant=''.join(rng.choice('zqxjkvwpyg!?#%&') for _ in range(200)))]
         return row
     (cwd/'data').mkdir()
     shapes_dataset(ROWS, 'train', 0).map(spoil, with_indices=True).to_parquet(cwd/'data'/'train-00000.parquet')
@@ -40,7 +45,8 @@ def test_their_updates_are_skipped_and_no_others(poisoned):
     assert set().union(*(set(r['ids']) & bad for r in skipped)) == bad
     log = updates(run_dir)
     assert [r['step'] for r in log] == list(range(1, UPDATES+1))
-    assert [r['step'] for r in log if 'skipped_updates' in r] == [r['update'] for r in skipped]
+    assert [r['step'] for r in log if 'skipped_updates' in r] == [r['update']
+        for r in skipped]
     assert max(r['grad_norm'] for r in log[100:] if 'skipped_updates' not in r) < min(r['grad_norm'] for r in log if 'skipped_updates' in r)
 
 

@@ -17,8 +17,11 @@ ZERO = NBS/'00_one_page.ipynb'
 
 def shown(notebook: Path) -> list[str]:
     "The code that a reader sees unfolded, without directives."
-    code = [c['source'] for c in cells(notebook, 'code') if not re.search(r'^#\| ?(hide|hide_input|code-fold.*)$', c['source'], re.MULTILINE)]
-    return [line for c in code for line in c.splitlines() if line.strip() and not line.startswith('#|')]
+    code = [c['source'] for c in cells(notebook, 'code')
+        if not re.search(r'^#\| ?(hide|hide_input|code-fold.*)$', c['source'],
+        re.MULTILINE)]
+    return [line for c in code for line in c.splitlines() if line.strip()
+        and not line.startswith('#|')]
 
 
 def test_chapter_zero_is_one_page_of_plain_pytorch():
@@ -26,8 +29,10 @@ def test_chapter_zero_is_one_page_of_plain_pytorch():
     assert 60 < len(lines) <= 120, f'{len(lines)} lines'
     assert max(map(len, lines)) <= 110
     tree = ast.parse('\n'.join(lines))
-    names = {n.module if isinstance(n, ast.ImportFrom) else n.names[0].name for n in ast.walk(tree) if isinstance(n, (ast.Import, ast.ImportFrom))}
-    assert names == {'re', 'matplotlib.pyplot', 'numpy', 'torch', 'torch.nn', 'nanovlm_nb.data.samples'}
+    names = {n.module if isinstance(n, ast.ImportFrom) else n.names[0].name
+        for n in ast.walk(tree) if isinstance(n, (ast.Import, ast.ImportFrom))}
+    assert names == {'re', 'matplotlib.pyplot', 'numpy', 'torch', 'torch.nn',
+        'nanovlm_nb.data.samples'}
 
 
 def test_pictures_of_the_home_page_are_what_notebooks_show():
@@ -38,7 +43,8 @@ def test_pictures_of_the_home_page_are_what_notebooks_show():
         same = there == content if name.endswith('.svg') else np.array_equal(*(np.asarray(Image.open(io.BytesIO(b)).convert('RGB')) for b in (there, content)))
         assert same, f'nbs/{name} is not what its notebook shows: run `make readme`'
         if not name.endswith('_dark.png'): assert f']({name})' in home
-        else: assert f'body.quarto-dark img[src$="{name.replace("_dark", "")}"] {{ content: url("{name}"); }}' in styles
+        else:
+            assert f'body.quarto-dark img[src$="{name.replace("_dark", "")}"] {{ content: url("{name}"); }}' in styles
 
 
 def test_figures_of_the_home_page_are_those_of_the_first_run():
@@ -46,7 +52,8 @@ def test_figures_of_the_home_page_are_those_of_the_first_run():
     run = text_of(NBS/'tutorials'/'first_run.ipynb')
     claim, = re.findall(r'It answers ([\d.]+) % of ([\d,]+) held-out questions right; about the picture of another scene ([\d.]+) %, '
                         r'and the best guess without looking reaches ([\d.]+) %', home)
-    row, = re.findall(r'^all +(\d+) +([\d.]+)% +([\d.]+)% +([\d.]+)% +[\d.]+%$', run, re.MULTILINE)
+    row, = re.findall(r'^all +(\d+) +([\d.]+)% +([\d.]+)% +([\d.]+)% +[\d.]+%$', run,
+        re.MULTILINE)
     assert (claim[1].replace(',', ''), claim[0], *claim[2:]) == row
 
 
@@ -56,11 +63,13 @@ def test_the_table_of_benchmarks_is_what_the_pages_measured(monkeypatch):
     monkeypatch.chdir(summary.parent)
     made: dict = {}
     for c in cells(summary, 'code'): exec(c['source'], made)
-    saved, = (''.join(o['data']['text/markdown']) for c in cells(summary, 'code') for o in c['outputs'])
+    saved, = (''.join(o['data']['text/markdown']) for c in cells(summary, 'code')
+        for o in c['outputs'])
     assert made['table'] == saved, 'run nbs/benchmarks/summary.ipynb and save it'
     pages = [p for p in (NBS/'benchmarks').glob('*.ipynb') if p != summary]
     assert len(pages) >= 5 and {p.name for p in pages} == set(re.findall(r'\]\(([^)\s#]+\.ipynb)', saved))
-    for p in pages: assert cells(p, 'markdown')[0]['source'].splitlines()[-1] == '- code-fold: true', p.name
+    for p in pages:
+        assert cells(p, 'markdown')[0]['source'].splitlines()[-1] == '- code-fold: true', p.name
     assert len(re.findall(r'\*\*.*\d.*\*\*', saved)) == len(saved.splitlines())-2  # a figure in each row
 
 
@@ -68,6 +77,7 @@ def test_the_table_of_benchmarks_is_what_the_pages_measured(monkeypatch):
 def test_chapter_zero_trains_and_looks():
     "All of its cells, the minute of training included, with what they assert."
     done = subprocess.run([f'{sys.exec_prefix}/bin/nbdev_test', '--path', ZERO, '--flags', 'slow'], cwd=ROOT,
-                          env=os.environ | dict(OMP_NUM_THREADS='1'), capture_output=True, text=True,
+                          env=os.environ | dict(OMP_NUM_THREADS='1'),
+                          capture_output=True, text=True,
                           timeout=1200)
     assert done.returncode == 0, done.stderr[-2000:]

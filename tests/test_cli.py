@@ -19,9 +19,12 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def run_python(code: str, *args: str, **env: str) -> subprocess.CompletedProcess:
     "A new Python with the package on its path."
-    clean = {k: v for k, v in os.environ.items() if k not in ('TOKENIZERS_PARALLELISM', 'PYTORCH_CUDA_ALLOC_CONF', 'PYTORCH_ALLOC_CONF')}
-    return subprocess.run([sys.executable, '-c', code, *args], env={**clean, 'PYTHONPATH': str(ROOT), **env},
-                          text=True, capture_output=True, timeout=120)
+    clean = {k: v for k, v in os.environ.items()
+        if k not in ('TOKENIZERS_PARALLELISM', 'PYTORCH_CUDA_ALLOC_CONF',
+        'PYTORCH_ALLOC_CONF')}
+    return subprocess.run([sys.executable, '-c', code, *args],
+        env={**clean, 'PYTHONPATH': str(ROOT), **env},
+        text=True, capture_output=True, timeout=120)
 
 
 def parsed(line: str) -> dict:
@@ -42,7 +45,8 @@ FLAGS = [
     ('log_wandb', True, 'true', True),
     ('resume_from_vlm_checkpoint', False, 'True', True),
     ('resume_from_vlm_checkpoint', False, 'false', False),
-    ('train_dataset_path', 'HuggingFaceM4/FineVision_concat_shuffled_2', 'data/own', 'data/own'),
+    ('train_dataset_path', 'HuggingFaceM4/FineVision_concat_shuffled_2', 'data/own',
+        'data/own'),
     ('relevance_min_rating', 1, '3', 3),
     ('image_correspondence_min_rating', 1, '2', 2),
     ('visual_dependency_min_rating', 1, '0', 0),
@@ -53,26 +57,31 @@ FLAGS = [
 @pytest.mark.parametrize('name, default, text, value', FLAGS)
 def test_flags_of_nanovlm(name, default, text, value):
     assert parsed('--preset nanovlm')[name] == default
-    for line in (f'--{name} {text}', f'--{name}={text}', f'--{name.replace("_", "-")} {text}'):
+    for line in (f'--{name} {text}', f'--{name}={text}',
+        f'--{name.replace("_", "-")} {text}'):
         found = parsed(f'--preset nanovlm {line}')[name]
         assert found == value and type(found) is type(value)
 
 
 def words(value) -> list[str]:
     "A value as a shell has it."
-    return [json.dumps(value)] if isinstance(value, dict) else [str(v) for v in (value if isinstance(value, list) else [value])]
+    return [json.dumps(value)] if isinstance(value, dict) else [str(v)
+        for v in (value if isinstance(value, list) else [value])]
 
 
 @pytest.mark.parametrize('name', PRESETS)
 def test_a_preset_written_as_flags_is_the_preset(name):
     "Every field is a flag, and its values survive being text."
     given = {n: v for cfg in preset(name) for n, v in cfg.to_dict().items() if v != []}
-    assert given.keys() >= FIELDS.keys()-{'train_dataset_weights', 'custom_transforms', 'columns',
-                                          'vit_full_blocks', 'lm_mrope_sections'}
+    assert given.keys() >= FIELDS.keys()-{'train_dataset_weights', 'custom_transforms',
+        'columns',
+        'vit_full_blocks', 'lm_mrope_sections'}
     assert parse_args([w for n, v in given.items() for w in (f'--{n}', *words(v))])[:2] == preset(name)
 
 
-@pytest.mark.parametrize('line', ['', '--preset nanovlm', '--lr_mp 1e-7 --max_grad_norm None --run_name é:#1 --betas 0 0.5 --compile --train_dataset_name x'])
+@pytest.mark.parametrize('line',
+    ['', '--preset nanovlm',
+    '--lr_mp 1e-7 --max_grad_norm None --run_name é:#1 --betas 0 0.5 --compile --train_dataset_name x'])
 def test_yaml_round_trip_keeps_every_byte(line, tmp_path):
     first = tmp_path/'a.yaml'
     second = tmp_path/'b.yaml'
@@ -91,10 +100,13 @@ def test_defaults_are_those_of_nanovlm(golden):
     vlm = VLMConfig()
     assert fields_there | OWN_FIELDS == {f.name for f in fields(vlm)}
     assert (vlm.max_img_size, vlm.resize_to_max_side_len, vlm.extra_token_amount, vlm.lm_vocab_size) == (2048, True, 66, 49218)
-    usual = dict(batch_size=2, gradient_accumulation_steps=8, max_training_steps=40000, val_size=50000,
-                 max_images_per_example=4, max_images_per_knapsack=18, max_sample_length=4096,
-                 max_grad_norm=1., eval_interval=500, stats_log_interval=100, stream_dataset=True,
-                 lmms_eval_batch_size=64)
+    usual = dict(batch_size=2, gradient_accumulation_steps=8, max_training_steps=40000,
+        val_size=50000,
+        max_images_per_example=4, max_images_per_knapsack=18,
+        max_sample_length=4096,
+        max_grad_norm=1., eval_interval=500, stats_log_interval=100,
+        stream_dataset=True,
+        lmms_eval_batch_size=64)
     assert usual.items() <= (train := TrainConfig()).to_dict().items() and preset('nanovlm') == (vlm, train)
 
 
@@ -137,7 +149,8 @@ def test_every_help_is_quick_and_torch_free(helps):
 @pytest.mark.parametrize('flag', ['--help', '--help_all'])
 def test_the_help_of_a_training_is_complete(helps, flag):
     text = helps[0][f'train {flag}'][2]
-    shown = [n for c in (VLMConfig, TrainConfig) for n, (*_, common) in described(c).items() if flag == '--help_all' or common]
+    shown = [n for c in (VLMConfig, TrainConfig)
+        for n, (*_, common) in described(c).items() if flag == '--help_all' or common]
     assert not [n for n in shown if f'--{n}' not in text.split()] and (flag == '--help_all' or 20 < len(shown) <= 60)
     for flag in ('--preset', '--config', '--no_log_wandb'): assert flag in text
 
@@ -156,8 +169,9 @@ main(sys.argv[1:])
 '''
 
 
-@pytest.mark.parametrize('given, found', [({}, ['false', *['expandable_segments:True']*2, 'PASSIVE', '10000']),
-                                          (dict(TOKENIZERS_PARALLELISM='true', PYTORCH_CUDA_ALLOC_CONF='x', OMP_WAIT_POLICY='ACTIVE'), ['true', 'x', None, 'ACTIVE', None])])
+@pytest.mark.parametrize('given, found',
+    [({}, ['false', *['expandable_segments:True']*2, 'PASSIVE', '10000']),
+        (dict(TOKENIZERS_PARALLELISM='true', PYTORCH_CUDA_ALLOC_CONF='x', OMP_WAIT_POLICY='ACTIVE'), ['true', 'x', None, 'ACTIVE', None])])
 def test_the_environment_is_set_before_torch_loads(given, found, monkeypatch):
     "Threads that wait do not spin for long, the allocator grows its segments: torch reads that when it is imported. What the user has set stays."
     monkeypatch.delenv('OMP_WAIT_POLICY', raising=False)
@@ -168,8 +182,10 @@ def test_the_environment_is_set_before_torch_loads(given, found, monkeypatch):
 CORES = len(os.sched_getaffinity(0))
 
 
-@pytest.mark.parametrize('width, threads', [(64, 1), (1536, min(2, CORES)), (2048*CORES, CORES)])
-def test_a_run_on_a_cpu_computes_on_all_its_cores(width, threads, tmp_path, monkeypatch):
+@pytest.mark.parametrize('width, threads',
+    [(64, 1), (1536, min(2, CORES)), (2048*CORES, CORES)])
+def test_a_run_on_a_cpu_computes_on_all_its_cores(width, threads, tmp_path,
+    monkeypatch):
     "Also with a loader worker, whose threads sleep while they wait (see above); a very narrow model has one thread."
     torch = pytest.importorskip('torch')
     from nanovlm_nb.core.dist import Dist
@@ -177,7 +193,8 @@ def test_a_run_on_a_cpu_computes_on_all_its_cores(width, threads, tmp_path, monk
     monkeypatch.delenv('OMP_NUM_THREADS', raising=False)
     monkeypatch.setenv('OMP_WAIT_POLICY', 'PASSIVE')
     before = torch.get_num_threads()
-    flags = [*TINY, '--num_workers', '1', '--lm_inter_dim', str(width), '--vlm_checkpoint_path',
+    flags = [*TINY, '--num_workers', '1', '--lm_inter_dim', str(width),
+        '--vlm_checkpoint_path',
              str(tmp_path)]
     plan_run(*parse_args(flags)[:2], Dist())
     found = torch.get_num_threads()

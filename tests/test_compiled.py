@@ -16,7 +16,8 @@ SMALL = evolve(preset('shapes')[0], vit_n_blocks=2, lm_n_blocks=2, lm_max_length
 
 def random_batch(rng, cfg):
     "Two packs of some documents, each with a picture of noise or none."
-    batch = example_batch(cfg, 2, rng.randint(1, 9), tiles=rng.choice((0, 1)), targets=rng.randint(1, 9))
+    batch = example_batch(cfg, 2, rng.randint(1, 9), tiles=rng.choice((0, 1)),
+        targets=rng.randint(1, 9))
     for row in batch['images']:
         for tiles in row: tiles.random_(0, 256)
     return batch
@@ -40,7 +41,8 @@ def twins(cfg=SMALL, **kwargs):
     "The same model twice, the second compiled."
     torch.manual_seed(0)
     torch._dynamo.reset()
-    eager, compiled = (VisionLanguageModel(cfg, load_backbone=False).train() for _ in range(2))
+    eager, compiled = (VisionLanguageModel(cfg, load_backbone=False).train()
+        for _ in range(2))
     compiled.load_state_dict(eager.state_dict())
     compile_blocks(compiled, **kwargs)
     compiled.tile_multiple = 8
@@ -52,7 +54,8 @@ def test_two_graphs_serve_all_batches():
     rng = random.Random(0)
     counter = CompileCounter()
     seen = []
-    eager, compiled = twins(evolve(SMALL, lm_n_blocks=1, vit_n_blocks=1), backend=counter)
+    eager, compiled = twins(evolve(SMALL, lm_n_blocks=1, vit_n_blocks=1),
+        backend=counter)
     tiles = set()
     documents = set()
     for k in range(40):
@@ -66,7 +69,8 @@ def test_two_graphs_serve_all_batches():
     assert seen[-1] == 2 and seen[0] == 2
     with torch.no_grad():  # what is written with a cache is not compiled for
         cache = KVCache(12)
-        for n in (5, 1, 1): compiled.decoder(torch.zeros(1, n, dtype=torch.long), cache=cache)
+        for n in (5, 1, 1):
+            compiled.decoder(torch.zeros(1, n, dtype=torch.long), cache=cache)
     assert counter.frame_count == 2
 
 
@@ -80,5 +84,6 @@ def test_a_step_of_full_size_asks_for_no_value():
     loss = net(batch['input_ids'].to('meta'), images, layout=batch['layout'].to('meta'), reduction='sum')[1]
     loss.backward()
     assert sum(p.grad.numel() for p in net.parameters()) > 4.5e8
-    with pytest.raises(RuntimeError, match='meta'): net(batch['input_ids'].to('meta'), images,
+    with pytest.raises(RuntimeError, match='meta'):
+        net(batch['input_ids'].to('meta'), images,
                                                         doc_lens=batch['doc_lens'])

@@ -26,7 +26,8 @@ from nanovlm_nb.core.tokenizer import get_tokenizer
 from nanovlm_nb.model.vlm import VisionLanguageModel
 from nanovlm_nb.model.backbones import language_config,vision_config
 
-FLAGS = [*TINY, '--run_name', 'r', '--save_interval', '2', '--eval_interval', '2', '--max_keep_ckpts', '-1',
+FLAGS = [*TINY, '--run_name', 'r', '--save_interval', '2', '--eval_interval', '2',
+    '--max_keep_ckpts', '-1',
          '--ask_samples', '0', '--lr_vision_backbone', '0',
          '--cache_features', 'True', '--dtype', 'float32', '--max_training_steps', '6']
 FILES = ('config.json', 'model.safetensors', 'trainer_state.json', 'rng_0.json',
@@ -66,7 +67,8 @@ def renamed(run_dir):
 
 
 #: a manifest that lists something else makes the files that it lists look wrong
-NAMED = {f'flip {MANIFEST}': ' is not as it was written', f'{MANIFEST} of step_2': 'step_4'}
+NAMED = {f'flip {MANIFEST}': ' is not as it was written',
+    f'{MANIFEST} of step_2': 'step_4'}
 
 # what is done to step_4 -> what the message names; such a checkpoint is passed over, or refused when it is given
 IN_CHECKPOINT = {f'{f.__name__} {name}': (lambda run_dir, f=f, name=name: f(run_dir/'step_4'/name), name) for f in (flip, cut, zeros) for name in FILES}
@@ -86,16 +88,17 @@ def make(path, text=None):
 
 # what is done beside the checkpoints: the run goes on from step_4 as if nothing had happened
 BESIDE = {'step_58 with {}': lambda r: make(r/'step_58'/MANIFEST, b'{}'),
-          'step_58 a file': lambda r: make(r/'step_58', b'x'),
-          'step_59 dangling': lambda r: (r/'step_59').symlink_to('nowhere'),
-          'step_60 a loop': lambda r: (r/'step_60').symlink_to('step_60'),
-          'best_checkpoint dangling': lambda r: (r/'best_checkpoint').write_text('step_77\n'),
-          'last_checkpoint binary': lambda r: garbage(r/'last_checkpoint'),
-          'record.md binary': lambda r: garbage(r/'record.md'),
-          'drops.json zeros': lambda r: zeros(r/'drops.json'),
-          'bad_updates.jsonl torn': lambda r: (r/'bad_updates.jsonl').write_bytes(b'[]\n{"update": 3, "rea'),
-          'left-overs': lambda r: [make(r/'step_9.nanovlm.tmp'), make(r/'status.nanovlm.tmp', b'x')],
-          'log.jsonl torn at the end': lambda r: (r/'log.jsonl').write_bytes((r/'log.jsonl').read_bytes()+b'{"batch_')}
+    'step_58 a file': lambda r: make(r/'step_58', b'x'),
+    'step_59 dangling': lambda r: (r/'step_59').symlink_to('nowhere'),
+    'step_60 a loop': lambda r: (r/'step_60').symlink_to('step_60'),
+    'best_checkpoint dangling': lambda r: (r/'best_checkpoint').write_text('step_77\n'),
+    'last_checkpoint binary': lambda r: garbage(r/'last_checkpoint'),
+    'record.md binary': lambda r: garbage(r/'record.md'),
+    'drops.json zeros': lambda r: zeros(r/'drops.json'),
+    'bad_updates.jsonl torn': lambda r: (r/'bad_updates.jsonl').write_bytes(b'[]\n{"update": 3, "rea'),
+    'left-overs': lambda r: [make(r/'step_9.nanovlm.tmp'),
+        make(r/'status.nanovlm.tmp', b'x')],
+    'log.jsonl torn at the end': lambda r: (r/'log.jsonl').write_bytes((r/'log.jsonl').read_bytes()+b'{"batch_')}
 
 
 @pytest.fixture(scope='module')
@@ -118,7 +121,8 @@ def stopped(trained, tmp_path):
     run_dir = tmp_path/'checkpoints'/'r'
     shutil.copytree(trained[0]/'checkpoints'/'r', run_dir)
     shutil.rmtree(run_dir/'step_6')
-    for name in ('last_checkpoint', 'best_checkpoint'): (run_dir/name).write_text('step_4\n')
+    for name in ('last_checkpoint', 'best_checkpoint'):
+        (run_dir/name).write_text('step_4\n')
     return run_dir
 
 
@@ -129,28 +133,33 @@ def planned(run_dir, *flags):
 
 
 @pytest.mark.parametrize('name', IN_CHECKPOINT)
-def test_a_damaged_checkpoint_is_named_passed_over_and_refused(stopped, caplog, monkeypatch, name):
+def test_a_damaged_checkpoint_is_named_passed_over_and_refused(stopped, caplog,
+    monkeypatch, name):
     monkeypatch.chdir(stopped)
     spoil, named = IN_CHECKPOINT[name]
     named = NAMED.get(name, named)
     spoil(stopped)
     with caplog.at_level(logging.WARNING): assert planned(stopped) == stopped/'step_2'
     assert named in caplog.text and 'step_4' in caplog.text
-    with pytest.raises((ValueError, FileNotFoundError)) as e: planned(stopped, '--load_from',
+    with pytest.raises((ValueError, FileNotFoundError)) as e:
+        planned(stopped, '--load_from',
                                                                       str(stopped/'step_4'))
     assert named in str(e.value) and len(str(e.value).splitlines()) == 1
 
 
 def test_weights_of_a_damaged_checkpoint_are_not_loaded(stopped):
     flip(stopped/'step_4'/'model.safetensors')
-    with pytest.raises(ValueError, match='model.safetensors is not as it was written'): VisionLanguageModel.from_pretrained(stopped/'step_4')
+    with pytest.raises(ValueError, match='model.safetensors is not as it was written'):
+        VisionLanguageModel.from_pretrained(stopped/'step_4')
     VisionLanguageModel.from_pretrained(stopped/'step_2')
 
 
-def test_the_run_goes_on_from_the_checkpoint_before_and_comes_to_the_same(trained, stopped):
+def test_the_run_goes_on_from_the_checkpoint_before_and_comes_to_the_same(trained,
+    stopped):
     "Its last checkpoint is damaged, and so is all that lies beside the checkpoints; with --slow one by one."
     flip(stopped/'step_4'/'model.safetensors')
-    for name in BESIDE.keys()-{'step_58 a file', 'log.jsonl torn at the end'}: BESIDE[name](stopped)
+    for name in BESIDE.keys()-{'step_58 a file', 'log.jsonl torn at the end'}:
+        BESIDE[name](stopped)
     assert go(stopped.parent.parent, '--resume', 'True') == trained[1]
     assert 'step_4 is damaged, model.safetensors is not as it was written' in (stopped/'train.log').read_text()
     assert (stopped/'abandoned_1'/'step_4').is_dir()
@@ -173,7 +182,8 @@ def spoil_all(run_dir):
 
 def held(run_dir):
     "Names and bytes of a run's directory."
-    return {p.relative_to(run_dir): p.read_bytes() for p in run_dir.rglob('*') if p.is_file()}
+    return {p.relative_to(run_dir): p.read_bytes() for p in run_dir.rglob('*')
+        if p.is_file()}
 
 
 def unreadable(run_dir, name='optimizer/rank_0.safetensors'):
@@ -187,21 +197,25 @@ FORCED = (*BACK, '--force_resume', 'True')
 LOCKS: list = []
 #: why a start is refused -> what is done before, its flags
 REFUSED = {'no resume': (None, ()),
-           'in use': (lambda r: LOCKS.append(run_lock(r)) or LOCKS[-1].__enter__(), BACK),
-           'all damaged': (spoil_all, ('--resume', 'True')),
-           'all damaged, and weights named': (spoil_all, ('--resume', 'True', '--load_from', 'me/model')),
-           'torn config': (lambda r: cut(r/'config.yaml'), ('--resume', 'True')),
-           'length': (None, (*BACK, '--max_training_steps', '1')),
-           'adapters': (None, (*FORCED, '--lora_rank', '2', '--cache_features', 'False')),
-           'data': (None, (*FORCED, '--train_dataset_path', './nowhere')),
-           'schedule': (None, (*FORCED, '--lr_schedule', 'nowhere:rate')),
-           'sizes': (None, (*FORCED, '--lm_inter_dim', '96')),
-           'own part': (lambda r: (r/'own_parts').write_text('model\n'), BACK),
-           'no random numbers': (lambda r: [(r/'step_2'/'rng_0.json').unlink(), write_manifest(r/'step_2')], BACK),
-           'empty random numbers': (lambda r: [(r/'step_2'/'rng_0.json').write_text('{}\n'), write_manifest(r/'step_2')], BACK),
-           'half random numbers': (lambda r: [(r/'step_2'/'rng_0.json').write_text('{"python": [3, [], null], "numpy": 1, "torch": [300]}'), write_manifest(r/'step_2')], BACK),
-           'optimizer': (unreadable, BACK), 'weights': (lambda r: unreadable(r, 'model.safetensors'), BACK),
-           'tracker': (None, (*BACK, '--tracker', 'trackio'))}
+    'in use': (lambda r: LOCKS.append(run_lock(r)) or LOCKS[-1].__enter__(),
+        BACK),
+    'all damaged': (spoil_all, ('--resume', 'True')),
+    'all damaged, and weights named': (spoil_all,
+        ('--resume', 'True', '--load_from', 'me/model')),
+    'torn config': (lambda r: cut(r/'config.yaml'), ('--resume', 'True')),
+    'length': (None, (*BACK, '--max_training_steps', '1')),
+    'adapters': (None,
+        (*FORCED, '--lora_rank', '2', '--cache_features', 'False')),
+    'data': (None, (*FORCED, '--train_dataset_path', './nowhere')),
+    'schedule': (None, (*FORCED, '--lr_schedule', 'nowhere:rate')),
+    'sizes': (None, (*FORCED, '--lm_inter_dim', '96')),
+    'own part': (lambda r: (r/'own_parts').write_text('model\n'), BACK),
+    'no random numbers': (lambda r: [(r/'step_2'/'rng_0.json').unlink(), write_manifest(r/'step_2')], BACK),
+    'empty random numbers': (lambda r: [(r/'step_2'/'rng_0.json').write_text('{}\n'), write_manifest(r/'step_2')], BACK),
+    'half random numbers': (lambda r: [(r/'step_2'/'rng_0.json').write_text('{"python": [3, [], null], "numpy": 1, "torch": [300]}'), write_manifest(r/'step_2')], BACK),
+    'optimizer': (unreadable, BACK),
+    'weights': (lambda r: unreadable(r, 'model.safetensors'), BACK),
+    'tracker': (None, (*BACK, '--tracker', 'trackio'))}
 
 
 @pytest.mark.parametrize('why', REFUSED)
@@ -215,8 +229,10 @@ def test_a_refused_start_changes_nothing(trained, tmp_path, monkeypatch, why):
     monkeypatch.setitem(sys.modules, 'trackio', None)
     with pytest.raises(UsageError) as error: go(tmp_path, *flags)
     if why == 'torn config': assert 'r/config.yaml: ' in str(error.value)
-    if why.startswith('all damaged'): assert re.search('step_4 is damaged, model.safetensors .* step_2 is damaged, .*run_name.*resume False', str(error.value)), 'what is wrong, and both ways on'
-    if 'random numbers' in why: assert 'r/step_2 is damaged, rng_0.json holds no random numbers' in str(error.value)
+    if why.startswith('all damaged'):
+        assert re.search('step_4 is damaged, model.safetensors .* step_2 is damaged, .*run_name.*resume False', str(error.value)), 'what is wrong, and both ways on'
+    if 'random numbers' in why:
+        assert 'r/step_2 is damaged, rng_0.json holds no random numbers' in str(error.value)
     after = held(run_dir)
     assert {p for p in after.keys() | before.keys() if after.get(p) != before.get(p)} == set()
 
@@ -227,7 +243,8 @@ def test_who_begins_anew_on_purpose_loses_nothing(trained, stopped):
     before = held(stopped)
     assert go(stopped.parent.parent, '--resume', 'False') == trained[1]
     aside = held(stopped/'abandoned_1')
-    assert all(aside[p] == raw for p, raw in before.items() if str(p).startswith('step_') or p.name == 'log.jsonl')
+    assert all(aside[p] == raw for p, raw in before.items()
+        if str(p).startswith('step_') or p.name == 'log.jsonl')
     assert 'set aside in' in (stopped/'train.log').read_text()
 
 
@@ -250,9 +267,11 @@ class Hostile:
 
 
 UNPICKLED = []
-sys.addaudithook(lambda event, args: UNPICKLED.append(args) if event == 'pickle.find_class' else None)
+sys.addaudithook(lambda event, args: UNPICKLED.append(args)
+    if event == 'pickle.find_class' else None)
 #: beside the files of a checkpoint, names that a loader of ours or of others might look for
-LURES = ('optimizer/.metadata', 'optimizer/__0_0.distcp', 'optimizer/rank_1.safetensors', 'optimizer.pt',
+LURES = ('optimizer/.metadata', 'optimizer/__0_0.distcp',
+    'optimizer/rank_1.safetensors', 'optimizer.pt',
          'pytorch_model.bin', 'training_args.bin', 'rng_0.pth', 'scheduler.pt')
 
 
@@ -267,8 +286,9 @@ def test_no_file_of_a_checkpoint_is_unpickled(stopped, monkeypatch, name):
     if name != MANIFEST: write_manifest(step)
     UNPICKLED.clear()
     refused = []
-    for read in (lambda: load_optimizer(step/'optimizer', model, optimizer, Dist()), lambda: VisionLanguageModel.from_pretrained(step),
-                 lambda: get_tokenizer(str(step)), lambda: planned(stopped)):
+    for read in (lambda: load_optimizer(step/'optimizer', model, optimizer, Dist()),
+        lambda: VisionLanguageModel.from_pretrained(step),
+        lambda: get_tokenizer(str(step)), lambda: planned(stopped)):
         try: read()
         except (ValueError, OSError) as e: refused.append(str(e))
     assert not UNPICKLED and not list(stopped.rglob('touched'))
@@ -277,7 +297,8 @@ def test_no_file_of_a_checkpoint_is_unpickled(stopped, monkeypatch, name):
 
 def test_a_hostile_configuration_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for text in ('!!python/object/apply:os.mkdir [touched]', 'train: {notes: !!python/name:os.system ""}'):
+    for text in ('!!python/object/apply:os.mkdir [touched]',
+        'train: {notes: !!python/name:os.system ""}'):
         Path('evil.yaml').write_text(text)
         for read in (load_yaml, Settings.load):
             with pytest.raises(ValueError, match='evil.yaml'): read('evil.yaml')
@@ -291,7 +312,8 @@ def test_code_beside_a_tokenizer_or_a_backbone_is_not_run(stopped, monkeypatch):
     settings = json.loads((step/'tokenizer_config.json').read_text())
     (step/'tokenizer_config.json').write_text(json.dumps(settings | dict(tokenizer_class='Evil', auto_map={'AutoTokenizer': [None, 'evil.Evil']})))
     with contextlib.suppress(ValueError, OSError): get_tokenizer(str(step))
-    (step/'config.json').write_text(json.dumps(dict(model_type='evil', auto_map={'AutoConfig': 'evil.EvilConfig'})))
+    (step/'config.json').write_text(json.dumps(dict(model_type='evil',
+        auto_map={'AutoConfig': 'evil.EvilConfig'})))
     for read in (vision_config, language_config):
         with pytest.raises(ValueError): read(step)
     assert not (stopped/'touched').exists()
@@ -299,4 +321,5 @@ def test_code_beside_a_tokenizer_or_a_backbone_is_not_run(stopped, monkeypatch):
 
 def test_a_hostile_template_is_refused(stopped):
     (stopped/'step_4'/'chat_template.jinja').write_text("{{ cycler.__init__.__globals__.os.mkdir('touched') }}")
-    with pytest.raises(ValueError, match='the chat template fails: SecurityError'): answer_frame(get_tokenizer(str(stopped/'step_4')))
+    with pytest.raises(ValueError, match='the chat template fails: SecurityError'):
+        answer_frame(get_tokenizer(str(stopped/'step_4')))

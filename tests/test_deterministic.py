@@ -9,7 +9,9 @@ from nanovlm_nb.training import trainer
 from nanovlm_nb.training.precision import WORKSPACE
 from nanovlm_nb.train import main
 
-FLAGS = [str(f) for f in [*TINY, '--max_training_steps', 3, '--eval_interval', 3, '--ask_samples', 2, '--use_lmms_eval', False]]
+FLAGS = [str(f)
+    for f in [*TINY, '--max_training_steps', 3, '--eval_interval', 3, '--ask_samples',
+    2, '--use_lmms_eval', False]]
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +26,9 @@ def test_a_strict_run_trains_validates_saves_asks_and_gives_the_bits_of_a_plain_
     real = trainer.train_step
 
     def noted(run, update):
-        seen.append((torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled(), os.environ.get(WORKSPACE)))
+        seen.append((torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+            os.environ.get(WORKSPACE)))
         return real(run, update)
 
     monkeypatch.setattr(trainer, 'train_step', noted)
@@ -43,5 +47,7 @@ def test_an_operation_without_a_twin_ends_the_run(monkeypatch):
         return real(run, update)
 
     monkeypatch.setattr(trainer, 'train_step', adding_somehow)
-    with pytest.raises(RuntimeError, match='put_ does not have a deterministic implementation'): main([*FLAGS, '--run_name', 'r', '--deterministic'])
+    with pytest.raises(RuntimeError,
+        match='put_ does not have a deterministic implementation'):
+        main([*FLAGS, '--run_name', 'r', '--deterministic'])
     assert not torch.are_deterministic_algorithms_enabled()

@@ -18,15 +18,18 @@ from nanovlm_nb.core.config import TrainConfig,VLMConfig,described,resume_rule
 
 ROOT = Path(__file__).resolve().parent.parent
 NBS = ROOT/'nbs'
-NOTEBOOKS = sorted(p for p in NBS.rglob('*.ipynb') if not any(part[0] in '_.' for part in p.relative_to(NBS).parts))
-MODULES = sorted('.'.join(p.relative_to(ROOT/'nanovlm_nb').with_suffix('').parts) for p in (ROOT/'nanovlm_nb').rglob('*.py') if p.stem[0] != '_')
+NOTEBOOKS = sorted(p for p in NBS.rglob('*.ipynb')
+    if not any(part[0] in '_.' for part in p.relative_to(NBS).parts))
+MODULES = sorted('.'.join(p.relative_to(ROOT/'nanovlm_nb').with_suffix('').parts)
+    for p in (ROOT/'nanovlm_nb').rglob('*.py') if p.stem[0] != '_')
 by_name = pytest.mark.parametrize('notebook', NOTEBOOKS, ids=lambda p: p.stem)
 
 
 def cells(notebook: Path, kind: str) -> list[dict]:
     "The code or markdown cells of a notebook, sources joined."
     found = json.loads(notebook.read_text(encoding='utf-8'))['cells']
-    return [{**c, 'source': ''.join(c['source'])} for c in found if c['cell_type'] == kind]
+    return [{**c, 'source': ''.join(c['source'])} for c in found
+        if c['cell_type'] == kind]
 
 
 def script(name: str):
@@ -40,8 +43,10 @@ def script(name: str):
 def text_of(notebook: Path) -> str:
     "All sources and text outputs of a notebook."
     code = cells(notebook, 'code')
-    outputs = [''.join(o.get('text') or o.get('data', {}).get('text/plain', '')) for c in code for o in c['outputs']]
-    return '\n'.join([*(c['source'] for c in [*cells(notebook, 'markdown'), *code]), *outputs])
+    outputs = [''.join(o.get('text') or o.get('data', {}).get('text/plain', ''))
+        for c in code for o in c['outputs']]
+    return '\n'.join([*(c['source'] for c in [*cells(notebook, 'markdown'), *code]),
+        *outputs])
 
 
 # --- names
@@ -56,7 +61,10 @@ def test_public_names_are_documented(module):
         if not inspect.isclass(value): continue
         public[name] = vars(value).get('__doc__')  # its own, not that of a class above it
         for n, f in vars(value).items():
-            if n[0] != '_' and (inspect.isfunction(f) or isinstance(f, (property, cached_property, classmethod, staticmethod))): public[f'{name}.{n}'] = f.__doc__
+            if n[0] != '_' and (inspect.isfunction(f)
+                or isinstance(f,
+                (property, cached_property, classmethod, staticmethod))):
+                public[f'{name}.{n}'] = f.__doc__
     assert not [name for name, doc in public.items() if not (doc or '').strip()]
 
 
@@ -65,12 +73,17 @@ def test_short_lines_no_star_imports_no_error_of_any_kind(module):
     "At most 110 characters, so that two files stand side by side and a line is read at a glance."
     text = (ROOT/'nanovlm_nb'/f"{module.replace('.', '/')}.py").read_text(encoding='utf-8')
     written = re.sub(r'^__all__ = \[.*?\]$', '', text, flags=re.MULTILINE | re.DOTALL)
-    assert not [line for line in written.splitlines() if len(line) > 110 and not line.startswith(('# %%', '"""'))]
+    assert not [line for line in written.splitlines() if len(line) > 110
+        and not line.startswith(('# %%', '"""'))]
     nodes = list(ast.walk(ast.parse(text)))
-    assert not [n.module for n in nodes if isinstance(n, ast.ImportFrom) and n.names[0].name == '*']
-    any_kind = [n for n in nodes if isinstance(n, ast.ExceptHandler) and (n.type is None or getattr(n.type, 'id', '') in ('Exception', 'BaseException'))]
+    assert not [n.module for n in nodes if isinstance(n, ast.ImportFrom)
+        and n.names[0].name == '*']
+    any_kind = [n for n in nodes if isinstance(n, ast.ExceptHandler)
+        and (n.type is None
+        or getattr(n.type, 'id', '') in ('Exception', 'BaseException'))]
     # an error of another's code is logged with its traceback; others are raised again, or kept until all ranks know of them
-    assert module == 'core.dist' or not [n.lineno for n in any_kind if not re.search(r'\.exception\(|\braise\b', ast.unparse(n))]
+    assert module == 'core.dist' or not [n.lineno for n in any_kind
+        if not re.search(r'\.exception\(|\braise\b', ast.unparse(n))]
 
 
 def test_the_page_of_settings_shows_the_fields_as_they_are():
@@ -100,8 +113,10 @@ def test_first_cell_names_and_summarises(notebook):
 def test_every_figure_says_what_it_shows():
     "Quarto hands `fig-alt`, one of the cell's first lines, to those who do not see the picture."
     told = re.compile(r'\A(?:#\|.*\n)*#\| fig-alt: "([^"\\]{30,})"\n')
-    figures = {f'{p.stem} {c["id"]}': told.match(c['source']) for p in NOTEBOOKS for c in cells(p, 'code')
-               if any(kind.startswith('image/') for o in c['outputs'] for kind in o.get('data', {}))}
+    figures = {f'{p.stem} {c["id"]}': told.match(c['source']) for p in NOTEBOOKS
+        for c in cells(p, 'code')
+        if any(kind.startswith('image/') for o in c['outputs']
+            for kind in o.get('data', {}))}
     bare = [cell for cell, found in figures.items() if not found]
     assert not bare, f'no text of 30 characters or more in {bare}: begin the cell with #| fig-alt: "what is seen"'
     texts = [found[1] for found in figures.values()]
@@ -124,16 +139,20 @@ def test_links_between_notebooks_exist(notebook):
             assert (notebook.parent/link).exists(), f'{link} does not exist'
 
 
-COURSE = [item['href'] for item in yaml.safe_load((ROOT/'_quarto.yml').read_text())['website']['sidebar']['contents'] if isinstance(item, dict) and 'href' in item]
+COURSE = [item['href']
+    for item in yaml.safe_load((ROOT/'_quarto.yml').read_text())['website']['sidebar']['contents'] if isinstance(item, dict) and 'href' in item]
 
 
 def sidebar_pages() -> list[str]:
     "Notebooks that the sidebar lists, patterns resolved."
     def walk(items):
         for item in [items] if isinstance(items, str) else items:
-            if isinstance(item, str): yield from ([str(p.relative_to(NBS)) for p in sorted(NBS.glob(item.lstrip('/')))] if '*' in item else [item])
-            else: yield from [item['href']] if 'href' in item else walk(item['contents'])
-    return [p for p in walk(yaml.safe_load((ROOT/'_quarto.yml').read_text())['website']['sidebar']['contents']) if p.endswith('.ipynb')]
+            if isinstance(item, str):
+                yield from ([str(p.relative_to(NBS)) for p in sorted(NBS.glob(item.lstrip('/')))] if '*' in item else [item])
+            else:
+                yield from [item['href']] if 'href' in item else walk(item['contents'])
+    return [p
+        for p in walk(yaml.safe_load((ROOT/'_quarto.yml').read_text())['website']['sidebar']['contents']) if p.endswith('.ipynb')]
 
 
 def test_sidebar_lists_every_notebook_once():
@@ -146,8 +165,10 @@ def test_sidebar_lists_every_notebook_once():
 
 
 def test_the_page_of_reference_lists_every_module():
-    text = '\n'.join(c['source'] for c in cells(NBS/'tutorials'/'reference.ipynb', 'markdown'))
-    assert not [p.name for p in NOTEBOOKS if p.parent == NBS and re.match(r'\d\d_', p.name) and f'](../{p.name})' not in text]
+    text = '\n'.join(c['source']
+        for c in cells(NBS/'tutorials'/'reference.ipynb', 'markdown'))
+    assert not [p.name for p in NOTEBOOKS if p.parent == NBS
+        and re.match(r'\d\d_', p.name) and f'](../{p.name})' not in text]
 
 
 # --- the site and the README
@@ -158,7 +179,8 @@ def test_readme_is_the_index_notebook():
 
 def test_readme_links_exist():
     text = (ROOT/'README.md').read_text(encoding='utf-8')
-    assert not [link for link in re.findall(r'\]\((?!https?:|#)([^)\s#]+)', text) if not (ROOT/link).exists()]
+    assert not [link for link in re.findall(r'\]\((?!https?:|#)([^)\s#]+)', text)
+        if not (ROOT/link).exists()]
 
 
 @pytest.mark.parametrize('module', MODULES)
@@ -168,9 +190,13 @@ def test_annotations_in_quotes_name_what_stands_above(module):
     known = set()
     for statement in tree.body:
         known |= {n.name if hasattr(n, 'name') else n.id for n in ast.walk(statement)
-                  if isinstance(n, (ast.FunctionDef, ast.ClassDef)) or isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
-        known |= {(n.asname or n.name).split('.')[0] for n in ast.walk(statement) if isinstance(n, ast.alias)}
-        quoted = [a.value for n in ast.walk(statement) for a in (getattr(n, 'annotation', None), getattr(n, 'returns', None))
+                  if isinstance(n, (ast.FunctionDef, ast.ClassDef))
+                  or isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+        known |= {(n.asname or n.name).split('.')[0] for n in ast.walk(statement)
+            if isinstance(n, ast.alias)}
+        quoted = [a.value for n in ast.walk(statement)
+            for a in (getattr(n, 'annotation', None), getattr(n, 'returns', None))
                   if isinstance(a, ast.Constant) and isinstance(a.value, str)]
-        named = {n.id for text in quoted for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Name)}
+        named = {n.id for text in quoted for n in ast.walk(ast.parse(text))
+            if isinstance(n, ast.Name)}
         assert named <= known | {*dir(builtins)}, (statement.lineno, named-known)

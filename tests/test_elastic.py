@@ -14,7 +14,8 @@ from commands import TINY, environment, ranks_of, record, start_of, train, updat
 from nanovlm_nb.core.settings import parse_args
 from nanovlm_nb.runs.ending import INTERRUPTED
 
-SMALL = [*TINY, '--ask_samples', '0', '--dtype', 'float32', '--save_interval', '2', '--eval_interval', '8',
+SMALL = [*TINY, '--ask_samples', '0', '--dtype', 'float32', '--save_interval', '2',
+    '--eval_interval', '8',
          '--max_training_steps', '16', '--batch_size', '1']
 TORCHRUN = [sys.executable, '-m', 'torch.distributed.run']
 SIGNALS = ['--signals-to-handle', 'SIGTERM,SIGINT,SIGUSR1']
@@ -54,8 +55,10 @@ def whole(tmp_path_factory):
 @pytest.mark.slow
 def test_a_killed_rank_comes_back(whole, tmp_path):
     "Two kills: torchrun starts the ranks again, and they go on in the directory of the name."
-    process = start(tmp_path, *TORCHRUN, '--standalone', '--nproc-per-node', 2, '--max-restarts', 2, '-m',
-                    'nanovlm_nb.train', *SMALL, '--run_name', 'back', '--resume', 'True')
+    process = start(tmp_path, *TORCHRUN, '--standalone', '--nproc-per-node', 2,
+        '--max-restarts', 2, '-m',
+        'nanovlm_nb.train', *SMALL, '--run_name', 'back', '--resume',
+        'True')
     for rank, after in ((1, 5), (0, 9)): kill_rank(process, tmp_path, rank, after)
     ended(process, tmp_path)
     run = the_run(tmp_path)
@@ -66,9 +69,11 @@ def test_a_killed_rank_comes_back(whole, tmp_path):
 def test_two_nodes_and_a_killed_rank(whole, tmp_path, monkeypatch):
     "Two agents as if on two machines, with the switch of the job files: only one counts the restart, the ranks meet again all the same and find their run."
     monkeypatch.setenv('TORCH_DISABLE_SHARE_RDZV_TCP_STORE', '1')
-    agent = [*TORCHRUN, '--nnodes', 2, '--nproc-per-node', 1, '--rdzv-backend', 'c10d', '--rdzv-endpoint',
+    agent = [*TORCHRUN, '--nnodes', 2, '--nproc-per-node', 1, '--rdzv-backend', 'c10d',
+        '--rdzv-endpoint',
              f'127.0.0.1:{free_ports(1)[0]}',
-        '--rdzv-id', 'job', '--max-restarts', 2, '-m', 'nanovlm_nb.train', *SMALL, '--run_name', 'back',
+        '--rdzv-id', 'job', '--max-restarts', 2, '-m', 'nanovlm_nb.train', *SMALL,
+        '--run_name', 'back',
              '--resume', 'True']
     agents = [start(tmp_path, *agent) for _ in range(2)]
     kill_rank(agents[0], tmp_path, 1, 5)
@@ -78,10 +83,12 @@ def test_two_nodes_and_a_killed_rank(whole, tmp_path, monkeypatch):
     assert record(run) == whole
 
 
-@pytest.mark.parametrize('how', [signal.SIGUSR1, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+@pytest.mark.parametrize('how',
+    [signal.SIGUSR1, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_signals_to_torchrun(whole, tmp_path, how):
     "A signal, another while the checkpoint is written: saved, said, and the same command goes on."
-    command = [*TORCHRUN, '--standalone', '--nproc-per-node', 2, *SIGNALS, '-m', 'nanovlm_nb.train', *SMALL,
+    command = [*TORCHRUN, '--standalone', '--nproc-per-node', 2, *SIGNALS, '-m',
+        'nanovlm_nb.train', *SMALL,
                '--run_name', 'told', '--resume', 'True']
     process = start(tmp_path, *command)
     run = tmp_path/'checkpoints'/'told'
@@ -100,10 +107,12 @@ def test_signals_to_torchrun(whole, tmp_path, how):
 
 def test_exit_code_of_one_process(tmp_path):
     "Told to stop while training, and before it has begun."
-    command = [sys.executable, '-m', 'nanovlm_nb.train', *SMALL, '--run_name', 'one', '--max_training_steps',
+    command = [sys.executable, '-m', 'nanovlm_nb.train', *SMALL, '--run_name', 'one',
+        '--max_training_steps',
                500, '--resume', 'True']
     run = tmp_path/'checkpoints'/'one'
-    for reached in (lambda: len(updates(run)) >= 3, lambda: (run/'status').exists() and (run/'status').read_text() == 'running\n'):
+    for reached in (lambda: len(updates(run)) >= 3,
+        lambda: (run/'status').exists() and (run/'status').read_text() == 'running\n'):
         process = start(tmp_path, *command)
         assert wait_for(process, reached)
         process.send_signal(signal.SIGUSR1)
@@ -141,7 +150,8 @@ def test_job_files_start_the_same_command(root, command):
     "torchrun and nanovlm train understand it; signals, shutdown, name and resume are the same everywhere."
     from torch.distributed.run import parse_args as torchrun_args
     values = {'$SLURM_NNODES': '2', '$ranks': '8', '$SKYPILOT_NUM_NODES': '2',
-              '$SKYPILOT_NUM_GPUS_PER_NODE': '8', '$SKYPILOT_NODE_RANK': '1', '${MAX_RESTARTS:-0}': '2',
+              '$SKYPILOT_NUM_GPUS_PER_NODE': '8', '$SKYPILOT_NODE_RANK': '1',
+              '${MAX_RESTARTS:-0}': '2',
               '${SHUTDOWN_S:-90}': '90'}
     words = [values.get(w, w) for w in shlex.split(command(root)) if w != '$@']
     assert words[:2] == ['-m', 'torch.distributed.run']

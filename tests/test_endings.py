@@ -21,13 +21,15 @@ from nanovlm_nb.runs.ending import INTERRUPTED,RunFailed
 from nanovlm_nb.runs.run import run as train_here
 from nanovlm_nb.training.trainer import Hook
 
-SMALL = [*TINY, '--ask_samples', '0', '--dtype', 'float32', '--save_interval', '2', '--eval_interval', '3',
+SMALL = [*TINY, '--ask_samples', '0', '--dtype', 'float32', '--save_interval', '2',
+    '--eval_interval', '3',
          '--max_training_steps', '6', '--run_name', 'run']
 
 
 def in_process(folder, *more, hooks=()):
     "A small run in this process; its directory."
-    vlm_cfg, train_cfg, _ = parse_args([*SMALL, '--vlm_checkpoint_path', str(folder), *more])
+    vlm_cfg, train_cfg, _ = parse_args([*SMALL, '--vlm_checkpoint_path', str(folder),
+        *more])
     return train_here(vlm_cfg, train_cfg, hooks=hooks, dist=Dist())
 
 
@@ -39,7 +41,8 @@ def quiet_run(tmp_path_factory):
 
 # Ctrl-C
 
-TOLD = [sys.executable, '-m', 'nanovlm_nb.train', *SMALL, '--run_name', 'told', '--resume', 'True',
+TOLD = [sys.executable, '-m', 'nanovlm_nb.train', *SMALL, '--run_name', 'told',
+    '--resume', 'True',
         '--max_training_steps', '400']
 
 
@@ -52,17 +55,22 @@ def test_ctrl_c_leaves_a_checkpoint_and_the_command_that_goes_on(tmp_path, monke
     assert wait_for(process, lambda: len(updates(run)) >= 3), errors.read_text()[-3000:]
     vlm_cfg, train_cfg, _ = parse_args(cmd[cmd.index('nanovlm_nb.train')+1:])
     vlm_cfg.vlm_checkpoint_path = str(tmp_path/'checkpoints')
-    with pytest.raises(ValueError, match=f'told is in use by process {process.pid} on '): train_here(vlm_cfg, train_cfg, dist=Dist())
+    with pytest.raises(ValueError,
+        match=f'told is in use by process {process.pid} on '):
+        train_here(vlm_cfg, train_cfg, dist=Dist())
     before = errors.stat().st_size
     os.killpg(process.pid, signal.SIGINT)
     assert process.wait(timeout=180) == INTERRUPTED
-    said = [line for line in errors.read_text()[before:].splitlines() if line.strip() and not line.startswith('update ')]
+    said = [line for line in errors.read_text()[before:].splitlines() if line.strip()
+        and not line.startswith('update ')]
     last = read_pointer(run)
     assert not missing_pieces(last) and last.name == f'step_{len(updates(run))}'
     assert len(said) == 3 and said[0].startswith('Ctrl-C') and said[1].startswith('stopped by a signal'), said
-    again = re.fullmatch(f'the last complete checkpoint is {last.name}, to go on: (.*)', said[2])
+    again = re.fullmatch(f'the last complete checkpoint is {last.name}, to go on: (.*)',
+        said[2])
     monkeypatch.chdir(tmp_path)
-    vlm_cfg, train_cfg, _ = parse_args([*shlex.split(again[1])[2:], '--max_training_steps', str(int(last.name[5:])+1), '--num_workers', '0'])
+    vlm_cfg, train_cfg, _ = parse_args([*shlex.split(again[1])[2:],
+        '--max_training_steps', str(int(last.name[5:])+1), '--num_workers', '0'])
     train_here(vlm_cfg, train_cfg, dist=Dist())
     assert (run/'status').read_text() == 'done\n' and not (run/'lock').exists()
 
@@ -95,7 +103,8 @@ def small_disk(tmp_path):
     "A disk of 8 MB, where one may be made."
     disk = tmp_path/'disk'
     disk.mkdir()
-    if subprocess.run(['mount', '-t', 'tmpfs', '-o', 'size=8m', 'tmpfs', disk], capture_output=True).returncode: pytest.skip('no disk may be mounted here')
+    if subprocess.run(['mount', '-t', 'tmpfs', '-o', 'size=8m', 'tmpfs', disk], capture_output=True).returncode:
+        pytest.skip('no disk may be mounted here')
     yield disk
     subprocess.run(['umount', '-l', disk], check=True)
 
@@ -108,7 +117,8 @@ def fill(disk, room=0):
 
 class Before(Hook):
     "Does something before an update, or before the third checkpoint is saved; nothing is being written in the background then."
-    def __init__(self, do, update=None): self.do, self.update, self.saves = do, update, 0
+    def __init__(self, do, update=None):
+        self.do, self.update, self.saves = do, update, 0
 
     def begin(self, trainer):
         if self.update: return
@@ -135,14 +145,20 @@ def test_a_disk_that_is_full_before_the_start(small_disk, quiet_run):
     assert record(in_process(small_disk)) == quiet_run
 
 
-@pytest.mark.parametrize('update, room', [(None, 4096), *(pytest.param(*p, marks=pytest.mark.slow) for p in ((None, 0), (None, 300_000), (None, 700_000), (3, 0), (3, 4096)))])
+@pytest.mark.parametrize('update, room',
+    [(None, 4096),
+    *(pytest.param(*p, marks=pytest.mark.slow)
+    for p in ((None, 0), (None, 300_000), (None, 700_000), (3, 0), (3, 4096)))])
 def test_a_full_disk_leaves_the_last_checkpoint(small_disk, quiet_run, update, room):
     "Making the directory, the optimizer, the weights; the log of an update; the save after it. With room again, the run goes on as if nothing had been."
     keep = ['--max_keep_ckpts', '2']
     run = small_disk/'run'
-    with pytest.raises(Exception, match='No space left on device|os error 28'): in_process(small_disk, *keep, hooks=[Before(lambda: fill(small_disk, room), update)])
+    with pytest.raises(Exception, match='No space left on device|os error 28'):
+        in_process(small_disk, *keep,
+            hooks=[Before(lambda: fill(small_disk, room), update)])
     last = read_pointer(run)
-    assert not missing_pieces(last) and ((update, room) != (None, 4096) or last.name == 'step_2')
+    assert not missing_pieces(last) and ((update, room) != (None, 4096)
+        or last.name == 'step_2')
     assert (run/'status').read_text() == 'failed\n' and not list(run.glob('*.tmp'))
     (small_disk/'ballast').unlink()
     assert record(in_process(small_disk, *keep, '--resume', 'True')) == quiet_run
@@ -161,12 +177,14 @@ EACH = [*SHORT, '--save_interval', '1', '--run_name', 'run']
 
 @pytest.mark.slow
 @pytest.mark.parametrize('kilobytes', range(150, 3550, 170))
-def test_a_disk_that_fills_up_at_any_point_ends_in_a_sentence(tmp_path, all_kept, kilobytes):
+def test_a_disk_that_fills_up_at_any_point_ends_in_a_sentence(tmp_path, all_kept,
+    kilobytes):
     "Whichever library has met it, in whichever file; with more room the run goes on as if nothing had been."
     disk = tmp_path/'disk'
     disk.mkdir()
     size = f'size={kilobytes}k'
-    if subprocess.run(['mount', '-t', 'tmpfs', '-o', size, 'tmpfs', disk], capture_output=True).returncode: pytest.skip('no disk may be mounted here')
+    if subprocess.run(['mount', '-t', 'tmpfs', '-o', size, 'tmpfs', disk], capture_output=True).returncode:
+        pytest.skip('no disk may be mounted here')
     try:
         ended = train([*EACH, '--vlm_checkpoint_path', disk], tmp_path, check=False)
         said = ended.stderr.splitlines()
@@ -193,14 +211,18 @@ def rate(step, max_lr, max_steps):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('room, who, more', [(4096, 0, ()), (300_000, 0, ('--async_save', 'False')), (300_000, 1, ('--sharding', 'zero2')), (300_000, 1, ('--sharding', 'zero3'))])
+@pytest.mark.parametrize('room, who, more',
+    [(4096, 0, ()), (300_000, 0, ('--async_save', 'False')),
+    (300_000, 1, ('--sharding', 'zero2')), (300_000, 1, ('--sharding', 'zero3'))])
 def test_a_full_disk_ends_all_ranks(small_disk, tmp_path, room, who, more):
     "Neither waits for the other; when there is room again, the run goes on as if nothing had been."
     (tmp_path/'loses.py').write_text(LOSES)
     def two_ranks(folder, *flags, **env):
-        flags = [*SMALL, '--batch_size', 1, '--max_keep_ckpts', 2, '--vlm_checkpoint_path', folder,
+        flags = [*SMALL, '--batch_size', 1, '--max_keep_ckpts', 2,
+            '--vlm_checkpoint_path', folder,
                  '--lr_schedule', 'loses:rate', *more, *flags]
-        return train(flags, tmp_path, ranks=2, check=False, PYTHONPATH=str(tmp_path), **env)
+        return train(flags, tmp_path, ranks=2, check=False, PYTHONPATH=str(tmp_path),
+            **env)
     began = time.monotonic()
     run = small_disk/'run'
     ended = two_ranks('disk', ROOM=str(room), WHO=str(who))
@@ -208,13 +230,15 @@ def test_a_full_disk_ends_all_ranks(small_disk, tmp_path, room, who, more):
     assert not missing_pieces(read_pointer(run))
     assert (run/'status').read_text() == 'failed\n' and not list(run.glob('*.tmp'))
     (small_disk/'ballast').unlink()
-    for again in (two_ranks('disk', '--resume', 'True'), two_ranks('whole')): assert again.returncode == 0, again.stderr[-4000:]
+    for again in (two_ranks('disk', '--resume', 'True'), two_ranks('whole')):
+        assert again.returncode == 0, again.stderr[-4000:]
     assert record(run) == record(tmp_path/'whole'/'run')
 
 
 # A place that is lost
 
-def test_a_directory_that_was_moved_away_is_missed_at_the_next_update(tmp_path, quiet_run):
+def test_a_directory_that_was_moved_away_is_missed_at_the_next_update(tmp_path,
+    quiet_run):
     "An open log would take lines to the end; a checkpoint would be written where nobody looks."
     run = tmp_path/'run'
     away = tmp_path/'away'
@@ -225,7 +249,8 @@ def test_a_directory_that_was_moved_away_is_missed_at_the_next_update(tmp_path, 
     assert record(in_process(tmp_path, '--resume', 'True')) == quiet_run
 
 
-@pytest.mark.skipif(not hasattr(os, 'geteuid') or os.geteuid() != 0, reason='only root can give up a right for a while')
+@pytest.mark.skipif(not hasattr(os, 'geteuid') or os.geteuid() != 0,
+    reason='only root can give up a right for a while')
 def test_a_right_that_was_lost_leaves_the_last_checkpoint(quiet_run):
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -251,10 +276,13 @@ class Forgetful(Hook):
         else: t.optimizer.register_step_pre_hook(fourth)
 
 
-@pytest.mark.parametrize('where', [pytest.param('forward', marks=pytest.mark.slow), 'backward', pytest.param('optimizer', marks=pytest.mark.slow)])
+@pytest.mark.parametrize('where',
+    [pytest.param('forward', marks=pytest.mark.slow), 'backward',
+    pytest.param('optimizer', marks=pytest.mark.slow)])
 def test_out_of_memory_names_what_fits_the_run(tmp_path, quiet_run, where):
     "The recipe has only flags that exist and matter here, and the command in it goes on to the same end."
-    with pytest.raises(RunFailed) as failed: in_process(tmp_path, hooks=[Forgetful(where)])
+    with pytest.raises(RunFailed) as failed:
+        in_process(tmp_path, hooks=[Forgetful(where)])
     run = tmp_path/'run'
     said = str(failed.value)
     assert (run/'status').read_text() == 'failed\n' and 'the last complete checkpoint is step_3' in said
@@ -262,21 +290,28 @@ def test_out_of_memory_names_what_fits_the_run(tmp_path, quiet_run, where):
     line = said.partition('For example: ')[2]
     assert line.endswith('--resume True --batch_size 1 --gradient_accumulation_steps 4')
     vlm_cfg, train_cfg, _ = parse_args(shlex.split(line)[2:])
-    for again, quiet in zip(record(train_here(vlm_cfg, train_cfg, dist=Dist()))[0], quiet_run[0], strict=True):
+    for again, quiet in zip(record(train_here(vlm_cfg, train_cfg, dist=Dist()))[0],
+        quiet_run[0], strict=True):
         assert again.keys() == quiet.keys() and again.pop('batch_digest', '') == quiet.get('batch_digest', '')
         assert again == pytest.approx({k: quiet[k] for k in again}, rel=1e-4)
 
 
-def test_a_schedule_that_returns_nothing_is_refused_before_the_first_update(tmp_path, monkeypatch):
+def test_a_schedule_that_returns_nothing_is_refused_before_the_first_update(tmp_path,
+    monkeypatch):
     (tmp_path/'rates.py').write_text('def later(step, max_lr, max_steps): return None if step == 5 else max_lr\n')
     monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(ValueError, match='the schedule later returned None for step 5 of 6'): in_process(tmp_path, '--lr_schedule', 'rates:later')
+    with pytest.raises(ValueError,
+        match='the schedule later returned None for step 5 of 6'):
+        in_process(tmp_path, '--lr_schedule', 'rates:later')
     assert not checkpoints(tmp_path/'run')
 
 
 def test_too_many_bad_updates_end_with_what_is_left_and_no_traceback(tmp_path):
     "One line for the user: which updates, what helps, which checkpoint, which command."
-    with pytest.raises(RunFailed, match=r'3 updates in a row were skipped, the last is update (\d).*the last complete checkpoint is step_\1, to go on: nanovlm train '):
-        in_process(tmp_path, '--lr_mp', '1e30', '--lr_language_backbone', '1e30', '--max_grad_norm', 'None',
-                   '--warmup_ratio', '0', '--lr_schedule', 'wsd', '--max_bad_updates', '3',
+    with pytest.raises(RunFailed,
+        match=r'3 updates in a row were skipped, the last is update (\d).*the last complete checkpoint is step_\1, to go on: nanovlm train '):
+        in_process(tmp_path, '--lr_mp', '1e30', '--lr_language_backbone', '1e30',
+            '--max_grad_norm', 'None',
+                   '--warmup_ratio', '0', '--lr_schedule', 'wsd', '--max_bad_updates',
+                   '3',
                    '--eval_in_epochs', 'False', '--save_interval', '0')

@@ -31,8 +31,11 @@ def make_loader(rows, transforms=()):
     cfg = VLMConfig()
     tokenizer = shapes_tokenizer(cfg.vlm_extra_tokens, cfg.lm_chat_template)
     source = [dict(images=[Image.new('RGB', (16, 16), (i % 256, 0, 0))], texts=[dict(user=f'{i}?', assistant='yes')], source='row') for i in range(rows)]
-    return PackLoader(VQADataset([], tokenizer, get_image_processor(16, 16, False, transforms), 4),
-                      MapSource(source), PackRules(64, tokenizer.pad_token_id, window=4), 2, 2, num_workers=2)
+    return PackLoader(VQADataset([], tokenizer,
+            get_image_processor(16, 16, False, transforms), 4),
+        MapSource(source),
+        PackRules(64, tokenizer.pad_token_id, window=4), 2, 2,
+        num_workers=2)
 
 
 def outcome(batches):
@@ -44,8 +47,10 @@ def outcome(batches):
     except Exception as e: error = repr(e)
     del batches
     seconds = time.monotonic()-start
-    while multiprocessing.active_children() and time.monotonic() < start+45: time.sleep(.01)
-    return dict(text=error, seconds=seconds, children=len(multiprocessing.active_children()))
+    while multiprocessing.active_children() and time.monotonic() < start+45:
+        time.sleep(.01)
+    return dict(text=error, seconds=seconds,
+        children=len(multiprocessing.active_children()))
 
 
 def transform_raises(error):
@@ -64,17 +69,22 @@ def killed():
     return outcome(batches)
 
 
-if __name__ == '__main__': print(json.dumps([transform_raises(StopIteration('p')), transform_raises(Unforeseen('u')), killed()]))
+if __name__ == '__main__':
+    print(json.dumps([transform_raises(StopIteration('p')),
+        transform_raises(Unforeseen('u')), killed()]))
 
 
 def test_what_fails_in_a_worker_ends_the_iteration_and_names_the_sample(tmp_path):
     "An error arrives with its type, its text and the id of the sample; no process is left."
     found = json.loads(run([sys.executable, __file__], tmp_path, timeout=180).stdout.splitlines()[-1])
-    for how, said in zip(found, ('sample row/30: StopIteration', 'sample row/30: Unforeseen', 'Error'), strict=True):
+    for how, said in zip(found,
+        ('sample row/30: StopIteration', 'sample row/30: Unforeseen', 'Error'),
+        strict=True):
         assert said in how['text'] and how['children'] == 0 and how['seconds'] < 10, how
 
 
-TRAIN = ['-m', 'nanovlm_nb.train', *TINY, '--ask_samples', '0', '--run_name', 'run', '--num_workers', '1']
+TRAIN = ['-m', 'nanovlm_nb.train', *TINY, '--ask_samples', '0', '--run_name', 'run',
+    '--num_workers', '1']
 
 
 def test_a_run_without_a_sample_ends(tmp_path):
@@ -86,25 +96,32 @@ def test_a_run_without_a_sample_ends(tmp_path):
 def test_a_rank_that_never_starts_is_named(tmp_path):
     env = dict(PYTHONPATH=str(Path(__file__).parent.parent), RANK='0', WORLD_SIZE='2',
                MASTER_ADDR='127.0.0.1', MASTER_PORT='0')
-    done = run([sys.executable, '-c', "from nanovlm_nb.core.dist import init_dist; init_dist('cpu', 2)"],
+    done = run([sys.executable, '-c',
+        "from nanovlm_nb.core.dist import init_dist; init_dist('cpu', 2)"],
                tmp_path, timeout=60, check=False, fresh=True, **env)
     assert done.returncode == 1 and 'rank 0 of 2: `init_dist` failed, its timeout is 2 s' in done.stderr
 
 
-@pytest.mark.skipif(not Path('/proc/self/task').exists(), reason='processes are found in /proc')
+@pytest.mark.skipif(not Path('/proc/self/task').exists(),
+    reason='processes are found in /proc')
 def test_two_ranks_end_when_a_worker_of_one_is_killed(tmp_path):
     "Neither the rank that has lost its worker nor the one that waits for its gradients hangs."
-    launch = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', '2']
-    cmd, env = start_of([*launch, *TRAIN, '--max_training_steps', '100000', '--eval_in_epochs', 'False'])
+    launch = [sys.executable, '-m', 'torch.distributed.run', '--standalone',
+        '--nproc_per_node', '2']
+    cmd, env = start_of([*launch, *TRAIN, '--max_training_steps', '100000',
+        '--eval_in_epochs', 'False'])
     errors = tmp_path/'err'
     process = subprocess.Popen(cmd, cwd=tmp_path, env=env, stdout=subprocess.DEVNULL,
                                stderr=errors.open('wb'), start_new_session=True)
     try:
         assert wait_for(process, lambda: updates(tmp_path/'checkpoints'/'run'), 120), errors.read_text()[-3000:]
         rank, = ranks_of(tmp_path, 1)
-        workers = [w for task in Path(f'/proc/{rank}/task').iterdir() for w in (task/'children').read_text().split()]
+        workers = [w for task in Path(f'/proc/{rank}/task').iterdir()
+            for w in (task/'children').read_text().split()]
         os.kill(int(workers[-1]), signal.SIGKILL)
         assert process.wait(timeout=60) != 0
     finally:
         if process.poll() is None: os.killpg(process.pid, signal.SIGKILL)
-    assert any(e in errors.read_text() for e in ('DataLoader worker', 'EOFError', 'ConnectionResetError', 'FileNotFoundError'))
+    assert any(e in errors.read_text()
+        for e in ('DataLoader worker', 'EOFError', 'ConnectionResetError',
+        'FileNotFoundError'))

@@ -20,7 +20,8 @@ from nanovlm_nb.data.shapes import shapes_dataset
 
 pytestmark = pytest.mark.usefixtures('one_thread')
 ROOT = Path(__file__).resolve().parent.parent
-SHORT = [*TINY, '--max_training_steps', '8', '--eval_interval', '4', '--save_interval', '1', '--ask_samples',
+SHORT = [*TINY, '--max_training_steps', '8', '--eval_interval', '4', '--save_interval',
+    '1', '--ask_samples',
          '4']
 
 
@@ -52,8 +53,10 @@ def said(capsys, *words):
 
 def test_a_run_is_called_after_its_data_and_the_date(place):
     assert re.fullmatch(r'shapes-\d{4}-\d{6}', place[1].name)
-    for line, name in (('--long_run_name', r'nanoVLM_shapes-vit_64_.*_1xGPU_.*'), ('--preset nanovlm', r'nanoVLM_siglip2-.*_1xGPU_bs16_40000_.*'),
-                       ('--preset nanovlm --long_run_name False', r'FineVision_concat_shuffled_2-\d{4}-\d{6}')):
+    for line, name in (('--long_run_name', r'nanoVLM_shapes-vit_64_.*_1xGPU_.*'),
+        ('--preset nanovlm', r'nanoVLM_siglip2-.*_1xGPU_bs16_40000_.*'),
+        ('--preset nanovlm --long_run_name False',
+            r'FineVision_concat_shuffled_2-\d{4}-\d{6}')):
         vlm_cfg, train_cfg, _ = parse_args(line.split())
         assert re.fullmatch(name, get_run_name(train_cfg, vlm_cfg))
 
@@ -65,7 +68,8 @@ def test_a_run_without_a_preset_keeps_its_newest_checkpoints_and_the_best(place)
 
 def test_runs_are_listed(here, capsys):
     heading, line = said(capsys, 'runs').splitlines()
-    assert heading.split() == ['run', 'status', 'update', 'loss', 'best', 'size', 'written']
+    assert heading.split() == ['run', 'status', 'update', 'loss', 'best', 'size',
+        'written']
     log = [json.loads(text) for text in (here/'log.jsonl').read_text().splitlines()]
     loss = [r['batch_loss'] for r in log if 'batch_loss' in r][-1]
     best = min(r['val_loss'] for r in log if 'val_loss' in r)
@@ -79,7 +83,8 @@ def test_ask_alone_asks_the_newest_run_about_a_picture_that_it_kept(here, capsys
     kept = json.loads((here/'example.json').read_text())
     assert first == f'{here}/example.png: {kept["question"]}' and last == f'(the right answer: {kept["answer"]})' and answer
     rows = [row for row in shapes_dataset(16, 'validation') if len(row['images']) == 1]
-    same = [row for row in rows if not ImageChops.difference(row['images'][0].convert('RGB'), Image.open(here/'example.png')).getbbox()]
+    same = [row for row in rows
+        if not ImageChops.difference(row['images'][0].convert('RGB'), Image.open(here/'example.png')).getbbox()]
     assert same and (kept['question'], kept['answer']) in [(t['user'], t['assistant']) for t in same[0]['texts']], 'it is a held-out one'
     assert json.loads(said(capsys, 'ask', here, '--json'))['answer'] == '\n'.join(answer) and said(capsys, 'ask', '--prompt', 'Which colour?').count('\n') == 1
     (here/'example.json').unlink()
@@ -91,7 +96,8 @@ def test_a_config_that_a_tool_has_sorted_is_the_same_run(here, capsys):
     "Keys of YAML have no order. The ids of the added tokens have one, and the run goes on with it."
     config = here/'config.yaml'
     before = json.loads((here/'step_8'/'config.json').read_text())['vlm_extra_tokens']
-    config.write_text(yaml.safe_dump(yaml.safe_load(config.read_text()), sort_keys=True))
+    config.write_text(yaml.safe_dump(yaml.safe_load(config.read_text()),
+        sort_keys=True))
     assert main(['train', '--config', str(config), '--run_name', here.name, '--resume', 'True', '--max_training_steps', '9']) == 0
     after = json.loads((here/'step_9'/'config.json').read_text())['vlm_extra_tokens']
     assert [*after.items()] == [*before.items()] and next(iter(after)) == 'image_token'
@@ -115,8 +121,9 @@ def test_a_terminal_gets_no_commands_of_others(here, capsys):
 def test_a_list_may_be_cut_short(here):
     "As `nanovlm runs | head -1` does: nobody reads the rest, and that is no fault."
     command = f'{sys.executable} -m nanovlm_nb.cli runs {" ".join([str(here)]*200)} | head -1'
-    done = subprocess.run(['bash', '-c', command], capture_output=True, text=True, timeout=100,
-                          env={**os.environ, 'PYTHONPATH': str(ROOT)})
+    done = subprocess.run(['bash', '-c', command], capture_output=True, text=True,
+        timeout=100,
+        env={**os.environ, 'PYTHONPATH': str(ROOT)})
     assert (done.stdout.count('\n'), done.stderr) == (1, '')
 
 
@@ -126,14 +133,17 @@ def make(folder: Path, *, uv: bool) -> subprocess.CompletedProcess:
     "`make -n train` on a machine whose only Python is too new; `uv` may be there."
     tools = folder/'bin'
     tools.mkdir()
-    for name in ('sh', 'sed', 'getconf', 'make', 'test', 'echo', 'env'): (tools/name).symlink_to(shutil.which(name))
+    for name in ('sh', 'sed', 'getconf', 'make', 'test', 'echo', 'env'):
+        (tools/name).symlink_to(shutil.which(name))
     (tools/'python3').write_text('#!/bin/sh\nexit 1\n')  # to each question
     (tools/'python3').chmod(0o755)
     if uv: (tools/'uv').symlink_to(tools/'python3')
-    for name in ('Makefile', 'settings.ini', 'setup.py', 'constraints.txt'): shutil.copy(ROOT/name, folder)
+    for name in ('Makefile', 'settings.ini', 'setup.py', 'constraints.txt'):
+        shutil.copy(ROOT/name, folder)
     words = ['make', *(['-n'] if uv else []), 'train']
-    return subprocess.run(words, cwd=folder, env=dict(PATH=str(tools)), capture_output=True, text=True,
-                          timeout=60)
+    return subprocess.run(words, cwd=folder, env=dict(PATH=str(tools)),
+        capture_output=True, text=True,
+        timeout=60)
 
 
 def test_where_no_python_fits_uv_fetches_one(tmp_path):

@@ -34,7 +34,8 @@ def test_nothing_but_drops(one_thread):
     rng = random.Random(0)
     files = []
     counts = Counter()
-    ImageDraw.Draw(im := Image.new('RGB', (40, 30), 'navy')).ellipse((5, 5, 30, 25), fill='gold')
+    ImageDraw.Draw(im := Image.new('RGB', (40, 30), 'navy')).ellipse((5, 5, 30, 25),
+        fill='gold')
     for fmt, modes, how in KINDS:
         for mode in modes.split():
             im.convert(mode).save(b := io.BytesIO(), fmt, **how)
@@ -49,8 +50,10 @@ def test_nothing_but_drops(one_thread):
             counts['dropped'] += 1
             continue
         plan = data.plan_row(to_row(data.rows[i], i))
-        assert (plan.tokens, plan.tiles) == (len(sample['input_ids']), sum(map(len, sample['images'])))
-        assert all(t.dtype == torch.uint8 and t.shape[1:] == (3, 16, 16) for t in sample['images'])
+        assert (plan.tokens, plan.tiles) == (len(sample['input_ids']),
+            sum(map(len, sample['images'])))
+        assert all(t.dtype == torch.uint8 and t.shape[1:] == (3, 16, 16)
+            for t in sample['images'])
         counts['kept'] += 1
     assert min(counts.values()) > 150, counts
 
@@ -59,8 +62,11 @@ HUGE = io.BytesIO()
 Image.new('1', (20000, 20000)).save(HUGE, 'PNG')
 
 
-@pytest.mark.parametrize('data, said', [(HUGE.getvalue(), 'Scale it down'), (b'\x89PNG\r\n\x1a\n' + bytes(99), 'a damaged picture: copy it again'), (b'\xff\xd8\xff\xe0' + bytes(99), 'a damaged picture: copy it again'),
-                                        (b'RIFF\1\2\3\4WEBP' + bytes(99), 'a damaged picture'), (b'RIFF\1\2\3\4AVI ' + bytes(99), 'a video'), (b'8BPS' + bytes(200), 'unknown, 38 42 50 53')])
+@pytest.mark.parametrize('data, said',
+    [(HUGE.getvalue(), 'Scale it down'),
+        (b'\x89PNG\r\n\x1a\n' + bytes(99), 'a damaged picture: copy it again'),
+        (b'\xff\xd8\xff\xe0' + bytes(99), 'a damaged picture: copy it again'),
+        (b'RIFF\1\2\3\4WEBP' + bytes(99), 'a damaged picture'), (b'RIFF\1\2\3\4AVI ' + bytes(99), 'a video'), (b'8BPS' + bytes(200), 'unknown, 38 42 50 53')])
 def test_what_cannot_be_read_says_what_to_do(data, said):
     with pytest.raises(UnreadableImage) as refused: open_image(data)
     assert said in str(refused.value)

@@ -16,7 +16,8 @@ from PIL import Image
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 pytestmark = pytest.mark.usefixtures('one_thread')
-QUESTIONS = ['What colour?', 'Which shape do you see, if I may ask?', 'And what else can be said about it?']
+QUESTIONS = ['What colour?', 'Which shape do you see, if I may ask?',
+    'And what else can be said about it?']
 
 
 def gen(seed): return torch.Generator().manual_seed(seed)
@@ -25,7 +26,8 @@ def gen(seed): return torch.Generator().manual_seed(seed)
 # --- scores, against transformers
 
 @pytest.mark.parametrize('vocabulary', [7, 300])
-@pytest.mark.parametrize('top_k, top_p', [(0, .9), (5, 1.), (5, .5), (50, .9), (1, 1e-6), (0, .999)])
+@pytest.mark.parametrize('top_k, top_p',
+    [(0, .9), (5, 1.), (5, .5), (50, .9), (1, 1e-6), (0, .999)])
 def test_filters_are_those_of_transformers(vocabulary, top_k, top_p):
     scores = 3*torch.randn(200, vocabulary, generator=gen(0))
     want = scores/.7
@@ -49,7 +51,8 @@ def asker():
     cfg, _ = tiny(lm_n_heads=4, lm_n_kv_heads=2, lm_n_blocks=2, max_img_size=128,
                   resize_to_max_side_len=False, init_std=.3)
     torch.manual_seed(1)
-    return Asker.from_model(VisionLanguageModel(cfg, load_backbone=False), load_tokenizer(cfg))
+    return Asker.from_model(VisionLanguageModel(cfg, load_backbone=False),
+        load_tokenizer(cfg))
 
 
 def noise(width, height, seed): return Image.frombytes('RGB', (width, height),
@@ -61,7 +64,8 @@ def mixed():
     "No picture, one, several of different grids; a conversation."
     turns = [dict(user='What is this?', assistant='a ring'), dict(user='Where is it?')]
     return [([], QUESTIONS[0]), ([noise(64, 64, 0)], QUESTIONS[1]),
-            ([noise(128, 60, 1), noise(64, 128, 2)], QUESTIONS[2]), ([noise(128, 128, 3)], turns)]
+            ([noise(128, 60, 1), noise(64, 128, 2)], QUESTIONS[2]),
+            ([noise(128, 128, 3)], turns)]
 
 
 HOW = dict(greedy={}, sampled=dict(temperature=1.2, top_k=20, top_p=.95))
@@ -79,8 +83,11 @@ def test_cache_equals_reading_anew(asker, mixed, how):
     "Left-padded, with pictures or without; greedy and sampled: every token is what the whole row, read at once, gives."
     prompts, tiles = zip(*(asker.prompt(*q) for q in mixed))
     ids, mask = left_pad([*prompts], 0, asker.device)
-    def rule(): return HOW[how] | (dict(generator=gen(0)) if 'temperature' in HOW[how] else dict(greedy=True))
-    written = torch.stack([*asker.model.stream(ids, [*tiles], mask, 8, (), **rule())], 1)
+    def rule():
+        return HOW[how] | (dict(generator=gen(0))
+            if 'temperature' in HOW[how] else dict(greedy=True))
+    written = torch.stack([*asker.model.stream(ids, [*tiles], mask, 8, (), **rule())],
+        1)
     how = rule()
     whole = ids
     real = mask
@@ -137,7 +144,8 @@ def test_text_streams_never_break_a_letter(seed):
     text = ''.join(rng.choice(ALPHABET) for _ in range(rng.randint(0, 40)))
     ids = tokenizer(text, add_special_tokens=False)['input_ids']
     if seed % 2: ids += rng.choices(range(3, len(tokenizer)), k=10)  # bytes that are no text
-    whole = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    whole = tokenizer.decode(ids, skip_special_tokens=True,
+        clean_up_tokenization_spaces=False)
     stream = TextStream(tokenizer)
     pieces = [stream.add(i) for i in ids]
     assert all(not p.endswith('\ufffd') for p in pieces)
@@ -161,4 +169,5 @@ def test_many_questions_as_json(asker, tmp_path):
     done = run([sys.executable, '-c', code, 'ask', 'model', '--max_new_tokens', 6, '--image', 'scene.png', '--image', 'scene.png', '--prompt', '-', '--json'], tmp_path)
     answers = [json.loads(line) for line in done.stdout.splitlines()]
     assert [a['prompt'] for a in answers] == QUESTIONS and answers[0]['images'] == ['scene.png']*2
-    with Image.open(tmp_path/'scene.png') as im: assert [a['answer'] for a in answers] == asker([([im, im], q) for q in QUESTIONS], 6)
+    with Image.open(tmp_path/'scene.png') as im:
+        assert [a['answer'] for a in answers] == asker([([im, im], q) for q in QUESTIONS], 6)

@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-gguf = pytest.importorskip('gguf', reason='gguf is not there: pip install nanovlm_nb[gguf]')
+gguf = pytest.importorskip('gguf',
+    reason='gguf is not there: pip install nanovlm_nb[gguf]')
 
 import torch
 from PIL import Image
@@ -24,15 +25,18 @@ HERE = Path(__file__).parent
 
 def own_model(**fields):
     "A small model with a token for a blank line, whose rows are whole groups of 32."
-    sizes = dict(vit_hidden_dim=64, vit_n_heads=4, vit_inter_dim=128, lm_hidden_dim=64, lm_inter_dim=128,
-                 max_img_size=64)
-    return small_model(texts=[q + '\n\n' for q in QUESTIONS], **sizes | dict(init_std=64**-.5) | fields)
+    sizes = dict(vit_hidden_dim=64, vit_n_heads=4, vit_inter_dim=128, lm_hidden_dim=64,
+        lm_inter_dim=128,
+        max_img_size=64)
+    return small_model(texts=[q + '\n\n' for q in QUESTIONS],
+        **sizes | dict(init_std=64**-.5) | fields)
 
 
 # --- the files
 
 @pytest.mark.parametrize(('kind', 'fields'), [
-    ('llama', {}), ('qwen2', dict(lm_qkv_bias=True)), ('qwen3', dict(lm_qk_norm=True, lm_head_dim=128, lm_tie_weights=False))])
+    ('llama', {}), ('qwen2', dict(lm_qkv_bias=True)),
+    ('qwen3', dict(lm_qk_norm=True, lm_head_dim=128, lm_tie_weights=False))])
 def test_the_files_hold_the_model(tmp_path, kind, fields):
     "Transformers reads the first, and undoes llama.cpp's names and the order of its rows: the same scores. The second has the tensors of the tower."
     model = own_model(**fields)
@@ -40,11 +44,14 @@ def test_the_files_hold_the_model(tmp_path, kind, fields):
     export_gguf(model, tmp_path, 'f32')
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file='model-f32.gguf').eval()
     assert theirs.config.model_type == kind
-    with torch.no_grad(): assert (theirs(ids).logits - model(ids)[0]).abs().max() <= 1e-5
-    kept = {t.name: torch.from_numpy(np.array(t.data)) for t in gguf.GGUFReader(tmp_path/'mmproj-f32.gguf').tensors}
+    with torch.no_grad():
+        assert (theirs(ids).logits - model(ids)[0]).abs().max() <= 1e-5
+    kept = {t.name: torch.from_numpy(np.array(t.data))
+        for t in gguf.GGUFReader(tmp_path/'mmproj-f32.gguf').tensors}
     tower = model.vision_encoder
     for name, w in {'v.position_embd.weight': tower.patch_embedding.position_embedding[0],
-                    'v.blk.1.ffn_up.weight': tower.blocks[1].mlp.fc1.weight, 'mm.model.fc.weight': model.MP.proj.weight,
+                    'v.blk.1.ffn_up.weight': tower.blocks[1].mlp.fc1.weight,
+                    'mm.model.fc.weight': model.MP.proj.weight,
                     **{f'v.blk.0.attn_{x}.bias': b for x, b in zip('qkv', tower.blocks[0].attn.qkv_proj.bias.chunk(3))}}.items():
         assert torch.equal(kept[name], w), name
 
@@ -59,7 +66,8 @@ ENDS = ['<|im_end|>', '<|endoftext|>', '<end_of_utterance>']
 def llama():
     "A Python that has xllamacpp, llama.cpp's server as a library: NANOVLM_LLAMA names one, or it is this one."
     if python := os.environ.get('NANOVLM_LLAMA'): return python
-    pytest.importorskip('xllamacpp', reason='pip install xllamacpp in some environment, and let NANOVLM_LLAMA be its python')
+    pytest.importorskip('xllamacpp',
+        reason='pip install xllamacpp in some environment, and let NANOVLM_LLAMA be its python')
     return sys.executable
 
 
@@ -73,7 +81,8 @@ def samples_of(place, asker, sizes):
             rng = np.random.default_rng(sum(f'{i}-{j}'.encode()) + 7*width + height)
             Image.fromarray(rng.integers(0, 256, (height, width, 3), dtype=np.uint8)).save(file)
         asked = [dict(role='user', content='<image>'*len(pictures) + question)]
-        prompt = asker.tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+        prompt = asker.tokenizer.apply_chat_template(asked, tokenize=False,
+            add_generation_prompt=True)
         yield dict(prompt=prompt, question=question, pictures=pictures, most=12)
 
 
@@ -84,20 +93,25 @@ def any_size(i): return [(9 + 11*i, 200 - 9*i)]  # resized once, where SmolVLM's
 
 @pytest.mark.slow
 @pytest.mark.parametrize(('fields', 'kind', 'cache', 'sizes', 'least', 'most'), [
-    ({}, 'f32', 'f32', text, 20, 1e-4), ({}, 'f32', 'f32', tiles, 20, 1e-2), ({}, 'f32', 'f32', any_size, 20, 5e-2),
+    ({}, 'f32', 'f32', text, 20, 1e-4), ({}, 'f32', 'f32', tiles, 20, 1e-2),
+    ({}, 'f32', 'f32', any_size, 20, 5e-2),
     ({}, 'f16', 'f16', tiles, 19, 3e-2), ({}, 'q8_0', 'f16', tiles, 5, .5),
-    (dict(lm_qkv_bias=True), 'f32', 'f32', tiles, 20, 1e-2), (dict(lm_qk_norm=True, lm_head_dim=32), 'f32', 'f32', tiles, 20, 1e-2),
+    (dict(lm_qkv_bias=True), 'f32', 'f32', tiles, 20, 1e-2),
+    (dict(lm_qk_norm=True, lm_head_dim=32), 'f32', 'f32', tiles, 20, 1e-2),
     (dict(lm_tie_weights=False, vit_activation='quick_gelu', pixel_mean=.5, pixel_std=.5), 'f32', 'f32', tiles, 20, 1e-2)])
-def test_llama_cpp_says_the_same(llama, tmp_path, fields, kind, cache, sizes, least, most):
+def test_llama_cpp_says_the_same(llama, tmp_path, fields, kind, cache, sizes, least,
+    most):
     "All prompts are read as here, at least so many answers are equal, and the first token's log-probabilities are close."
     asker = Asker.from_model(own_model(**fields))
     export_gguf(asker.model, tmp_path/'files', kind)
     samples = [*samples_of(tmp_path, asker, sizes)]
     (tmp_path/'samples.json').write_text(json.dumps(samples))
-    words = [llama, HERE/'ask_llama.py', tmp_path/'files', kind, tmp_path/'samples.json', cache]
+    words = [llama, HERE/'ask_llama.py', tmp_path/'files', kind,
+        tmp_path/'samples.json', cache]
     done = subprocess.run(words, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
-    got = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{')]
+    got = [json.loads(line) for line in done.stdout.splitlines()
+        if line.startswith('{')]
     ends = asker.tokenizer.convert_tokens_to_ids(ENDS)
     same = 0
     apart = []
@@ -109,6 +123,8 @@ def test_llama_cpp_says_the_same(llama, tmp_path, fields, kind, cache, sizes, le
         stop = next((i for i, t in enumerate(said) if t in ends), len(said))
         same += [t for t in g['said'] if t not in ends] == said[:stop]
         with torch.no_grad(): logs = asker.model(row, [shown])[0][0, -1].log_softmax(-1)
-        if g['logs']: apart.append(max(abs(v - logs[int(k)].item()) for k, v in g['logs'].items()))
+        if g['logs']:
+            apart.append(max(abs(v - logs[int(k)].item())
+                for k, v in g['logs'].items()))
     print(f'{same} of 20 answers are equal; {len(apart)} rows of scores are at most {max(apart):.1e} apart')
     assert same >= least and len(apart) > 9 and max(apart) < most

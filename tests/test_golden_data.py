@@ -25,17 +25,20 @@ def reference(golden):
 def samples(golden, reference):
     "The golden samples as this library makes them from pictures and turns, with the configuration of the golden checkpoint."
     cfg = VLMConfig.from_dict(json.loads((golden/'nanovlm'/'checkpoint'/'config.json').read_text()))
-    tokenizer = get_tokenizer(str(golden/'nanovlm'/'tokenizer'), cfg.vlm_extra_tokens, cfg.lm_chat_template)
+    tokenizer = get_tokenizer(str(golden/'nanovlm'/'tokenizer'), cfg.vlm_extra_tokens,
+        cfg.lm_chat_template)
     # nanoVLM drops transparency and shows the colour beneath, white shows here: it gets what nanoVLM saw
     rows = [dict(images=[Image.open(golden/'nanovlm'/im['file']).convert('RGB') for im in s['images']], texts=s['texts'], source='golden') for s in reference['samples']]
-    return VQADataset(rows, tokenizer, image_processor_of(cfg), cfg.mp_image_token_length)
+    return VQADataset(rows, tokenizer, image_processor_of(cfg),
+        cfg.mp_image_token_length)
 
 
 def test_resize_table(reference):
     "All 190 sizes."
     table = reference['resize_table_wh_newhnewW']
     assert len(table) == 190
-    assert [resize_dims(w, h, 128, 64, True) for w, h, _, _ in table] == [(nh, nw) for _, _, nh, nw in table]
+    assert [resize_dims(w, h, 128, 64, True) for w, h, _, _ in table] == [(nh, nw)
+        for _, _, nh, nw in table]
 
 
 @pytest.mark.parametrize('i', range(4))
@@ -50,10 +53,12 @@ def test_sample(reference, samples, i):
     assert get_image_string(samples.tokenizer, grids, 4) == want['image_string']
     assert [samples.image_processor.grid(*im['size']) for im in want['images']] == grids
     assert [len(t) for t in got['images']] == want['n_sub_images']
-    prompt = encode_prompt(samples.tokenizer, want['texts'][0]['user'], want['image_string'])
+    prompt = encode_prompt(samples.tokenizer, want['texts'][0]['user'],
+        want['image_string'])
     assert prompt.tolist() == want['input_ids'][:want['loss_mask'].index(1)]
-    assert (plan.tokens, plan.images, plan.tiles) == (len(want['input_ids']), len(grids),
-                                                      sum(want['n_sub_images']))
+    assert (plan.tokens, plan.images, plan.tiles) == (len(want['input_ids']),
+        len(grids),
+        sum(want['n_sub_images']))
 
 
 def test_tiles(golden, samples):
@@ -78,14 +83,18 @@ def test_modes(golden, reference):
             got = open_image(f)
             clear = np.asarray(Image.open(f).convert('RGBA'))[..., 3]
             assert got.mode == 'RGB' and list(got.size) == im['size']
-            assert np.array_equal(np.asarray(got)[clear == 255], np.asarray(Image.open(f).convert('RGB'))[clear == 255])
+            assert np.array_equal(np.asarray(got)[clear == 255],
+                np.asarray(Image.open(f).convert('RGB'))[clear == 255])
             assert (np.asarray(got)[clear == 0] == 255).all() and (im['mode'] == 'RGBA') == (clear == 0).any()
 
 
 def several(tokenizer, turns):
     "The reference's own way for several turns: template and tokenizer once more per message, counting tokens."
-    messages = [m for t in turns for m in (dict(role='user', content=t['user']), dict(role='assistant', content=t['assistant']))]
-    def tokens(ms): return tokenizer.apply_chat_template(ms, tokenize=True, return_dict=False)
+    messages = [m for t in turns
+        for m in (dict(role='user', content=t['user']),
+        dict(role='assistant', content=t['assistant']))]
+    def tokens(ms):
+        return tokenizer.apply_chat_template(ms, tokenize=True, return_dict=False)
     header = len(tokenizer('<|im_start|>assistant\n', add_special_tokens=False)['input_ids'])
     ids = tokens(messages)
     mask = []
@@ -95,7 +104,9 @@ def several(tokenizer, turns):
     return ids, [t if k else -100 for t, k in zip(ids[1:] + [0], mask[1:] + [0])]
 
 
-@pytest.mark.parametrize('answer', ['', ' ', '\n', '\n\n\nx', ' leading', 'trailing ', 'a\n\n', 'é世\u200d🙂', '<not special>', '12345'])
+@pytest.mark.parametrize('answer',
+    ['', ' ', '\n', '\n\n\nx', ' leading', 'trailing ', 'a\n\n', 'é世\u200d🙂',
+    '<not special>', '12345'])
 def test_answers_at_the_edges(samples, answer):
     "White space and odd characters at the borders of an answer."
     turns = [dict(user='q', assistant=answer), dict(user=answer, assistant='z'),

@@ -32,7 +32,8 @@ def far(got, want):
 
 def inputs(batch, images):
     "What the reference passed to its model."
-    return dict(input_ids=batch['input_ids'], images=images, attention_mask=batch['attention_mask'],
+    return dict(input_ids=batch['input_ids'], images=images,
+        attention_mask=batch['attention_mask'],
                 targets=batch['labels'])
 
 
@@ -70,7 +71,8 @@ def test_gradients(model, batch, images, record, gold):
     model(**inputs(batch, images))[1].backward()
     want = load_file(gold/'batch_grads.safetensors')
     got = {n: p.grad for n, p in model.named_parameters()}
-    if 'decoder.head.weight' in got: got['decoder.token_embedding.weight'] = got.pop('decoder.head.weight')
+    if 'decoder.head.weight' in got:
+        got['decoder.token_embedding.weight'] = got.pop('decoder.head.weight')
     assert got.keys() == want.keys()
     for name, grad in want.items():
         assert far(got[name], grad) <= 1e-4*grad.abs().max().item(), name
@@ -81,7 +83,8 @@ def test_gradients(model, batch, images, record, gold):
 @torch.no_grad()
 def test_bf16_loss(model, batch, images, record):
     "Under bf16 autocast the loss is near the reference's and near float32's."
-    with torch.autocast('cpu', torch.bfloat16): loss = model(**inputs(batch, images))[1].item()
+    with torch.autocast('cpu', torch.bfloat16):
+        loss = model(**inputs(batch, images))[1].item()
     assert abs(loss - record['loss_bf16_autocast']) <= 5e-3
     assert abs(loss - record['loss']) <= 1e-2
 
@@ -98,12 +101,17 @@ def test_greedy_ids(model, gold, images):
 def test_saved_again(model, gold, batch, images, record, tmp_path):
     "Written and read back: the reference's keys, shapes and values, its config fields, and a working tokenizer."
     model.save_pretrained(tmp_path/'again')
-    want, got = (load_file(d/'model.safetensors') for d in (gold/'checkpoint', tmp_path/'again'))
-    assert {k: (v.shape, v.dtype) for k, v in got.items()} == {k: (v.shape, v.dtype) for k, v in want.items()}
+    want, got = (load_file(d/'model.safetensors')
+        for d in (gold/'checkpoint', tmp_path/'again'))
+    assert {k: (v.shape, v.dtype) for k, v in got.items()} == {k: (v.shape, v.dtype)
+        for k, v in want.items()}
     assert all(torch.equal(got[k], v) for k, v in want.items())
-    old, new = (json.loads((d/'config.json').read_text()) for d in (gold/'checkpoint', tmp_path/'again'))
+    old, new = (json.loads((d/'config.json').read_text())
+        for d in (gold/'checkpoint', tmp_path/'again'))
     assert list(new) == list(old)
     assert {k for k in old if old[k] != new[k]} <= {'lm_tokenizer'}
     again = VisionLanguageModel.from_pretrained(tmp_path/'again')
-    with torch.no_grad(): assert again(**inputs(batch, images))[1].item() == pytest.approx(record['loss'], abs=1e-6)
+    with torch.no_grad():
+        assert again(**inputs(batch, images))[1].item() == pytest.approx(record['loss'],
+            abs=1e-6)
     assert again.tokenizer.image_token_id == model.tokenizer.image_token_id == again.cfg.image_token_id == 1000

@@ -36,16 +36,19 @@ def test_a_name_can_be_imported_or_says_where_it_is(name):
     except ImportError as e:
         told = str(e)
         assert re.match(f'nanovlm_nb has no {name}: ', told)
-        ours = re.findall(r'\b(\w+)(?=\(|=)|\b([A-Z]\w+[A-Z]\w+|[a-z]+_[a-z_]+)\b', told.partition(': ')[2])
+        ours = re.findall(r'\b(\w+)(?=\(|=)|\b([A-Z]\w+[A-Z]\w+|[a-z]+_[a-z_]+)\b',
+            told.partition(': ')[2])
         words = {word for pair in ours for word in pair if word and word != name}
         assert any(word in FIELDS or word in nanovlm_nb.__all__ for word in words), told
-    assert re.search(rf'\b{name}\b', REFERENCE) or name in ('train_epoch', 'init_distributed_mode', 'Logger')
+    assert re.search(rf'\b{name}\b', REFERENCE) or name in ('train_epoch',
+        'init_distributed_mode', 'Logger')
 
 
 def test_what_an_error_sends_to_is_there():
     "Modules, settings and methods that the sentences name."
     told = ' '.join(nanovlm_nb._ELSEWHERE.values())
-    for module in set(re.findall(r'nanovlm_nb\.([\w.]+)', told)): __import__(f'nanovlm_nb.{module.rstrip(".")}')
+    for module in set(re.findall(r'nanovlm_nb\.([\w.]+)', told)):
+        __import__(f'nanovlm_nb.{module.rstrip(".")}')
     from nanovlm_nb.data.loader import load_tokenizer
     from nanovlm_nb.runs.run import make_model
     assert callable(nanovlm_nb.VisionLanguageModel.from_pth) and callable(make_model) and callable(load_tokenizer)
@@ -58,8 +61,11 @@ def test_a_flag_is_ours_or_the_error_names_ours(name, tmp_path):
     if name in FIELDS or name.removeprefix('no_') in FIELDS: return
     (tmp_path/'run.yaml').write_text(f'train:\n  {name}: 4\n')
     ours = OTHER_WORDS[name]
-    ways = [lambda: parse_args([f'--{name}', '4']), lambda: load_yaml(tmp_path/'run.yaml')]
-    if ours in TrainConfig.__dataclass_fields__ or ' ' in ours: ways += [lambda: evolve(TrainConfig(), **{name: 4}), lambda: TrainConfig(**{name: 4})]
+    ways = [lambda: parse_args([f'--{name}', '4']),
+        lambda: load_yaml(tmp_path/'run.yaml')]
+    if ours in TrainConfig.__dataclass_fields__ or ' ' in ours:
+        ways += [lambda: evolve(TrainConfig(), **{name: 4}),
+            lambda: TrainConfig(**{name: 4})]
     for way in ways:
         if ours in FIELDS and ours not in TrainConfig.__dataclass_fields__ and way is ways[1]: continue  # a field of the model, under `train`
         with pytest.raises(UsageError, match=f'{name}`: .*{re.escape(ours)}'): way()
@@ -81,7 +87,8 @@ def test_a_launcher_may_add_the_local_rank(tmp_path):
         env = {k: v for k, v in os.environ.items() if k != 'LOCAL_RANK'} | dict(PYTHONPATH=str(ROOT)) | more
         return subprocess.run([sys.executable, *words], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300).stderr
 
-    for program in ([ROOT/'nanovlm_nb'/'train.py', '--local_rank=1'], ['-m', 'nanovlm_nb.cli', '--local-rank=1', 'train']):
+    for program in ([ROOT/'nanovlm_nb'/'train.py', '--local_rank=1'],
+        ['-m', 'nanovlm_nb.cli', '--local-rank=1', 'train']):
         assert end(*program, '--epochs', '3', LOCAL_RANK='1') == 'nanovlm train: error: unknown flag `--epochs`: did you mean `--max_epochs`?\n'
     assert 'start with torchrun' in end('-m', 'nanovlm_nb.train', '--local_rank=1')
 
@@ -93,7 +100,7 @@ import nanovlm_nb
 from nanovlm_nb import (ConstantLengthDataset, VisionLanguageModel, VQACollator, VQADataset, destroy_dist, dist_gather, dist_mean_scalar, get_dataloaders,
     get_image_processor, get_rank, get_world_size, init_dist, is_dist, is_master, seed_worker, synchronized_dataloader_step, wrap_model)
 from nanovlm_nb.core.config import tiny
-from nanovlm_nb.data.dataset import shapes_dataset, shapes_tokenizer
+from nanovlm_nb.data.shapes import shapes_dataset, shapes_tokenizer
 from torch.utils.data import DataLoader
 
 init_dist()
@@ -135,11 +142,13 @@ def test_the_guides_loop_runs_on_two_ranks(tmp_path):
     """Its own lines, under torchrun: both ranks stop with the one that has fewer rows, each sample comes once, weights stay equal.
     `get_dataloaders` without a word about ranks gives each its own rows."""
     (tmp_path/'loop.py').write_text(LOOP)
-    command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', '2',
+    command = [sys.executable, '-m', 'torch.distributed.run', '--standalone',
+        '--nproc_per_node', '2',
                'loop.py']
     done = subprocess.run(command, cwd=tmp_path,
-                          env=os.environ | dict(PYTHONPATH=str(ROOT), OMP_NUM_THREADS='1', CUDA_VISIBLE_DEVICES=''),
-                          capture_output=True, text=True, timeout=600)
+        env=os.environ | dict(PYTHONPATH=str(ROOT),
+            OMP_NUM_THREADS='1', CUDA_VISIBLE_DEVICES=''),
+        capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     end = json.loads(re.search('^TOLD (.*)$', done.stdout, re.M)[1])
     one, two = end['told']

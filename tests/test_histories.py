@@ -30,13 +30,16 @@ def go(cwd, name, *flags, last=16, at=None, how=signal.SIGKILL, ranks=1):
     run = Path(cwd)/'checkpoints'/name
     before = starts(run)
     launch = ['-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', str(ranks)] if ranks > 1 else []
-    command = [sys.executable, *launch, '-m', 'nanovlm_nb.train', *TINY, '--run_name', name,
+    command = [sys.executable, *launch, '-m', 'nanovlm_nb.train', *TINY, '--run_name',
+        name,
                '--save_interval', 2, '--eval_interval', 4, '--ask_samples', 0,
-               '--batch_size', 2//ranks, '--dtype', 'float32', '--max_training_steps', last, *flags]
+               '--batch_size', 2//ranks, '--dtype', 'float32', '--max_training_steps',
+               last, *flags]
     args, env = start_of(command) if ranks == 1 and how != signal.SIGSTOP else ([str(a) for a in command], environment())  # not warm: signals reach all of it
     with open(Path(cwd)/'stderr', 'ab') as errors:
-        process = subprocess.Popen(args, cwd=cwd, env=env, stdout=subprocess.DEVNULL, stderr=errors,
-                                   start_new_session=True)
+        process = subprocess.Popen(args, cwd=cwd, env=env, stdout=subprocess.DEVNULL,
+            stderr=errors,
+            start_new_session=True)
     begun = had = False
     while process.poll() is None:
         had = had or last_checkpoint(run) is not None
@@ -75,8 +78,10 @@ def stands(run):
 
 #: what happens to a run -> the signal that ends a start, flags, ranks (torchrun hands SIGTERM on to them)
 MOVES = {'kill': (signal.SIGKILL, (), 1), 'signal': (signal.SIGTERM, (), 1),
-         'workers': (signal.SIGKILL, ('--num_workers', 2), 1), 'ranks': (signal.SIGTERM, (), 2),
-         'second start': (signal.SIGSTOP, (), 1), 'back': (None, (), 1), 'prune': (None, (), 1)}
+         'workers': (signal.SIGKILL, ('--num_workers', 2), 1),
+         'ranks': (signal.SIGTERM, (), 2),
+         'second start': (signal.SIGSTOP, (), 1), 'back': (None, (), 1),
+         'prune': (None, (), 1)}
 
 
 def history(cwd, run, seed, last=12, moves=5, begun=()):
@@ -90,11 +95,14 @@ def history(cwd, run, seed, last=12, moves=5, begun=()):
         at = min(len(updates(run))+rng.randint(1, 3), last) if how else None
         if move == 'prune': prune(run, rng.choice([1, 2]))
         else:
-            if move == 'back': flags, at, how = ('--load_from', run/(here := rng.choice([p.name for p in checkpoints(run)]))), int(here[5:])+1, signal.SIGKILL
-            go(cwd, run.name, '--resume', 'True', '--max_keep_ckpts', -1, *begun, *flags, last=last, at=at,
+            if move == 'back':
+                flags, at, how = ('--load_from', run/(here := rng.choice([p.name for p in checkpoints(run)]))), int(here[5:])+1, signal.SIGKILL
+            go(cwd, run.name, '--resume', 'True', '--max_keep_ckpts', -1, *begun,
+                *flags, last=last, at=at,
                how=how, ranks=ranks)
         done.append(f'{move} at {here}, then {stands(run)}')
-    assert go(cwd, run.name, '--resume', 'True', *begun, last=last) == 0, (run.name, done)
+    assert go(cwd, run.name, '--resume', 'True', *begun, last=last) == 0, (run.name,
+        done)
     return done
 
 
@@ -102,7 +110,8 @@ def at_work(cwd):
     "Processes in a directory: a killed run must leave none, but its loader workers look only once a second."
     found = []
     for link in Path('/proc').glob('[0-9]*/cwd'):
-        with suppress(OSError): found += [link.parent.name]*(os.readlink(link) == str(cwd))
+        with suppress(OSError):
+            found += [link.parent.name]*(os.readlink(link) == str(cwd))
     return found
 
 
@@ -131,15 +140,17 @@ def ended(cwd, run, whole, done):
     assert is_as(run, whole, not any('ranks' in d for d in done)), done
 
 
-@pytest.mark.parametrize('seed', [n if n < 2 else pytest.param(n, marks=pytest.mark.slow) for n in range(20)])
+@pytest.mark.parametrize('seed',
+    [n if n < 2 else pytest.param(n, marks=pytest.mark.slow) for n in range(20)])
 def test_any_history_ends_as_no_history(place, seed):
     "Figures of every update and weights, bit for bit; after other ranks the same samples, and figures to a thousandth."
     run = place/'checkpoints'/f'r{seed}'
     ended(place, run, place/'checkpoints'/'whole', history(place, run, seed))
 
 
-@pytest.fixture(scope='module', params=[(), pytest.param(('--lora_rank', 2), marks=pytest.mark.slow)],
-                ids=['weights', 'adapters'])
+@pytest.fixture(scope='module',
+    params=[(), pytest.param(('--lora_rank', 2), marks=pytest.mark.slow)],
+    ids=['weights', 'adapters'])
 def begun(place, request):
     "Name and flags of a run that began with weights of another, and was never touched."
     name = f'begun{len(request.param)}'
@@ -148,7 +159,8 @@ def begun(place, request):
     return name, flags
 
 
-@pytest.mark.parametrize('seed', [n if n < 1 else pytest.param(n, marks=pytest.mark.slow) for n in range(6)])
+@pytest.mark.parametrize('seed',
+    [n if n < 1 else pytest.param(n, marks=pytest.mark.slow) for n in range(6)])
 def test_any_history_of_a_run_that_begins_with_weights(place, begun, seed):
     "Killed before its first checkpoint, it begins with the weights again; killed, stopped, sent back or pruned later, it does not need them any more."
     name, flags = begun
@@ -157,7 +169,8 @@ def test_any_history_of_a_run_that_begins_with_weights(place, begun, seed):
     shutil.copytree(place/'checkpoints'/'whole'/'step_4', lender/'step_4')
     command = ('--load_from', lender/'step_4', *flags)
     for _ in range(2):
-        go(place, run.name, '--resume', 'True', *command, '--eval_in_epochs', 'False', '--save_interval', 0,
+        go(place, run.name, '--resume', 'True', *command, '--eval_in_epochs', 'False',
+            '--save_interval', 0,
            last=12, at=2)
         assert not checkpoints(run) and 'a new run begins at update 0 with the weights of' in (run/'train.log').read_text()
     go(place, run.name, '--resume', 'True', *command, last=12, at=3)

@@ -13,21 +13,24 @@ from test_docs import ROOT, cells
 from nanovlm_nb.cli import COMMANDS
 
 NOTEBOOK = re.compile(r'(\d\d)_([\w.]+)\.ipynb')
-TORCH_FREE = ('usage', 'fields', 'config', 'settings', 'run_dir', 'schedule', 'advice', 'flops', 'train', 'cli')
+TORCH_FREE = ('usage', 'fields', 'config', 'settings', 'run_dir', 'schedule', 'advice',
+    'flops', 'train', 'cli')
 HEAVY = ('torch', 'transformers', 'datasets', 'numpy', 'wandb', 'matplotlib', 'PIL')
 LATER = {('evaluations', 'cli'), ('doctor', 'train')}  # starts it as a process of its own
 
 
 def exports(notebook: Path) -> str:
     "The module that a notebook becomes, below the package: its `default_exp`."
-    return next(m[1] for c in cells(notebook, 'code') if (m := re.match(r'#\| ?default_exp ([\w.]+)', c['source'])))
+    return next(m[1] for c in cells(notebook, 'code')
+        if (m := re.match(r'#\| ?default_exp ([\w.]+)', c['source'])))
 
 
 NOTEBOOKS = {exports(p): p for p in sorted((ROOT/'nbs').glob('??_*.ipynb')) if p.name != '00_one_page.ipynb'}  # it exports nothing
 MODULES = sorted(NOTEBOOKS)
 
 
-def source(module: str) -> Path: return ROOT/'nanovlm_nb'/f"{module.replace('.', '/')}.py"
+def source(module: str) -> Path:
+    return ROOT/'nanovlm_nb'/f"{module.replace('.', '/')}.py"
 
 
 def number(module: str) -> int: return int(NOTEBOOKS[module].name[:2])
@@ -44,18 +47,26 @@ def imported(module: str) -> set[str]:
     here = module.split('.')
     for node in ast.walk(ast.parse(source(module).read_text(encoding='utf-8'))):
         if isinstance(node, ast.ImportFrom) and node.level:
-            base = here[:len(here)-node.level] + (node.module.split('.') if node.module else [])
-            names |= {'.'.join(base)} if node.module else {'.'.join([*base, a.name]) for a in node.names}
-        elif isinstance(node, ast.ImportFrom) and (node.module or '').startswith('nanovlm_nb.'): names.add(node.module.partition('.')[2])
-        elif isinstance(node, ast.Import): names |= {a.name.partition('.')[2] for a in node.names if a.name.startswith('nanovlm_nb.')}
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str): names |= {m for m in MODULES if re.match(rf'nanovlm_nb\.{m}\b', node.value)}
-    return names - {module} - {m for m in MODULES if (here[-1], m.split('.')[-1]) in LATER}
+            base = here[:len(here)-node.level] + (node.module.split('.')
+                if node.module else [])
+            names |= {'.'.join(base)} if node.module else {'.'.join([*base, a.name])
+                for a in node.names}
+        elif isinstance(node, ast.ImportFrom) and (node.module or '').startswith('nanovlm_nb.'):
+            names.add(node.module.partition('.')[2])
+        elif isinstance(node, ast.Import):
+            names |= {a.name.partition('.')[2] for a in node.names
+                if a.name.startswith('nanovlm_nb.')}
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            names |= {m for m in MODULES if re.match(rf'nanovlm_nb\.{m}\b', node.value)}
+    return names - {module} - {m for m in MODULES
+        if (here[-1], m.split('.')[-1]) in LATER}
 
 
 def test_every_numbered_notebook_has_one_module_and_the_reverse():
     assert all(NOTEBOOK.fullmatch(p.name)[2] == m for m, p in NOTEBOOKS.items()), 'the name of a notebook is its number and its module'
     assert len(NOTEBOOKS)+1 == len(list((ROOT/'nbs').glob('??_*.ipynb')))
-    modules = {'.'.join(p.relative_to(ROOT/'nanovlm_nb').with_suffix('').parts) for p in (ROOT/'nanovlm_nb').rglob('*.py') if p.name[0] != '_'}
+    modules = {'.'.join(p.relative_to(ROOT/'nanovlm_nb').with_suffix('').parts)
+        for p in (ROOT/'nanovlm_nb').rglob('*.py') if p.name[0] != '_'}
     assert modules == set(MODULES)
 
 
@@ -78,8 +89,9 @@ def test_each_command_imports_what_it_does():
 def loaded_by(code: str) -> set[str]:
     "Which of the heavy packages a new Python has loaded after `code`."
     code += f'\nimport sys, json; print(json.dumps([m for m in {HEAVY!r} if m in sys.modules]))'
-    done = subprocess.run([sys.executable, '-c', code], env={**os.environ, 'PYTHONPATH': str(ROOT)},
-                          text=True, capture_output=True, timeout=600)
+    done = subprocess.run([sys.executable, '-c', code],
+        env={**os.environ, 'PYTHONPATH': str(ROOT)},
+        text=True, capture_output=True, timeout=600)
     assert done.returncode == 0, done.stderr
     return set(json.loads(done.stdout.splitlines()[-1]))
 
@@ -89,15 +101,19 @@ def test_the_package_offers_names_that_exist_and_that_editors_see():
     import nanovlm_nb
     import nanovlm_nb.train  # noqa: F401
     tree = ast.parse((ROOT/'nanovlm_nb'/'__init__.py').read_text(encoding='utf-8'))
-    seen = {a.asname: n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.level for a in n.names}
+    seen = {a.asname: n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)
+        and n.level for a in n.names}
     assert {*seen} == {*nanovlm_nb.__all__}-{'PG_CPU'} and {*nanovlm_nb.__all__} == {*dir(nanovlm_nb)}, 'one of them is no object but a look-up'
     for name, module in seen.items():
         value = getattr(nanovlm_nb, name)
         assert value is getattr(sys.modules[f'nanovlm_nb.{module}'], name) and value.__module__ == f'nanovlm_nb.{module}'
-    with pytest.raises(ImportError, match="cannot import name 'trian'"): exec('from nanovlm_nb import trian')
+    with pytest.raises(ImportError, match="cannot import name 'trian'"):
+        exec('from nanovlm_nb import trian')
 
 
-@pytest.mark.parametrize('code', ['import nanovlm_nb; dir(nanovlm_nb)', *(f'import nanovlm_nb.{named(name)}' for name in TORCH_FREE)])
+@pytest.mark.parametrize('code',
+    ['import nanovlm_nb; dir(nanovlm_nb)',
+    *(f'import nanovlm_nb.{named(name)}' for name in TORCH_FREE)])
 def test_light_modules_import_nothing_heavy(code):
     assert not loaded_by(code)
 

@@ -22,11 +22,14 @@ from nanovlm_nb.tools.plan import checkpoint_bytes, make_plan, memory, sizes
 from nanovlm_nb.training.lora import add_adapters, read_adapted, read_peft
 from nanovlm_nb.training.optim import adapter_sizes, training_groups
 
-peft = pytest.importorskip('peft', reason='peft is not there: pip install nanovlm_nb[lora]')
+peft = pytest.importorskip('peft',
+    reason='peft is not there: pip install nanovlm_nb[lora]')
 pytestmark = pytest.mark.usefixtures('one_thread')
 EVERYWHERE = ['decoder', 'vision_encoder', 'MP']
-GO_ON = ['--config', 'checkpoints/adapters/config.yaml', '--run_name', 'adapters', '--resume', 'True']
-ADAPTED = ['--load_from', 'checkpoints/base', '--lora_rank', '4', '--lora_targets', *EVERYWHERE, '--lr_lora',
+GO_ON = ['--config', 'checkpoints/adapters/config.yaml', '--run_name', 'adapters',
+    '--resume', 'True']
+ADAPTED = ['--load_from', 'checkpoints/base', '--lora_rank', '4', '--lora_targets',
+    *EVERYWHERE, '--lr_lora',
            '0.01']
 
 
@@ -78,7 +81,8 @@ def scores(model, ids, pictures):
 def test_it_goes_on_bit_for_bit(capsys):
     "Back to update 2 and forward again: the same losses and norms, the same adapters; the base is found through the checkpoint."
     before = record('checkpoints/adapters')
-    for more, said in (([], 'no update is left: the run ends at 4'), (['--max_training_steps', '8'], 'learning rate of the adapters')):
+    for more, said in (([], 'no update is left: the run ends at 4'),
+        (['--max_training_steps', '8'], 'learning rate of the adapters')):
         main(['check', 'checkpoints/adapters', *more])
         assert said in capsys.readouterr().out
     assert main(['train', *GO_ON, '--load_from', 'checkpoints/adapters/step_2']) == 0
@@ -88,7 +92,8 @@ def test_it_goes_on_bit_for_bit(capsys):
 def with_other_base(base):
     "Weights that differ in one matrix, under the same name."
     weights = load_file(base/'model.safetensors')
-    save_file({k: w+1e-3*(k == 'MP.proj.weight') for k, w in weights.items()}, base/'model.safetensors',
+    save_file({k: w+1e-3*(k == 'MP.proj.weight') for k, w in weights.items()},
+        base/'model.safetensors',
               metadata={'decoder.token_embedding.weight': 'decoder.head.weight'})
 
 
@@ -105,10 +110,13 @@ def test_a_base_that_is_gone_or_another_is_said_in_one_line(capsys):
         with_other_base(moved/'base')
         assert other in refused(asked, capsys)
         shutil.rmtree(moved/'base')
-        assert 'is not there: put it back, or beside them as it was' in refused(asked, capsys)
+        assert 'is not there: put it back, or beside them as it was' in refused(asked,
+            capsys)
         shutil.copytree(kept, 'checkpoints')
         with_other_base(Path('checkpoints/adapters/base'))
-        for flags in ([*GO_ON, '--load_from', 'None'], [*SHORT, *ADAPTED[2:], '--load_from', 'checkpoints/adapters', '--run_name', 'x']):
+        for flags in ([*GO_ON, '--load_from', 'None'],
+            [*SHORT, *ADAPTED[2:], '--load_from', 'checkpoints/adapters', '--run_name',
+            'x']):
             assert other in refused(['train', *flags], capsys)
     finally:
         shutil.rmtree('checkpoints', ignore_errors=True)
@@ -116,21 +124,26 @@ def test_a_base_that_is_gone_or_another_is_said_in_one_line(capsys):
 
 
 @pytest.mark.parametrize('flags, said', [
-    (['--lora_rank', '2'], 'lora_rank: 4 -> 2 (refused: the adapters would have other shapes)'),
-    (['--lora_rank', '2', '--force_resume', 'True'], 'the weights are of another model: '),
+    (['--lora_rank', '2'],
+        'lora_rank: 4 -> 2 (refused: the adapters would have other shapes)'),
+    (['--lora_rank', '2', '--force_resume', 'True'],
+        'the weights are of another model: '),
     (['--lora_rank', '0'], 'lora_rank: 4 -> 0 (refused'),
-    (['--lora_targets', 'decoder'], "lora_targets: ['decoder', 'vision_encoder', 'MP'] -> ['decoder'] (refused")])
+    (['--lora_targets', 'decoder'],
+        "lora_targets: ['decoder', 'vision_encoder', 'MP'] -> ['decoder'] (refused")])
 def test_other_adapters_are_refused_on_resume(flags, said, capsys):
     assert said in refused(['train', *GO_ON, '--load_from', 'None', *flags], capsys)
 
 
 def test_a_run_begins_with_the_sum_of_base_and_adapters():
     "A checkpoint of adapters is a base like any other, of plain weights or of further adapters."
-    second = train('second', '--load_from', 'checkpoints/adapters/step_4', '--lora_rank', '2',
-                   '--max_training_steps', '2', '--lora_targets', 'q_proj')
+    second = train('second', '--load_from', 'checkpoints/adapters/step_4',
+        '--lora_rank', '2',
+        '--max_training_steps', '2', '--lora_targets', 'q_proj')
     kept = read_adapted(second/'step_0').state_dict()
     total = VisionLanguageModel.from_pretrained('checkpoints/adapters/step_4').state_dict()
-    assert all(w.equal(total[k.replace('base_layer.', '')]) for k, w in kept.items() if not is_adapter(k))
+    assert all(w.equal(total[k.replace('base_layer.', '')]) for k, w in kept.items()
+        if not is_adapter(k))
     assert {k for k in kept if is_adapter(k)} == {f'decoder.blocks.0.attn.q_proj.lora_{x}.default.weight' for x in 'AB'}
     assert json.loads((second/'step_2'/'lora.json').read_text())['base']['beside'] == '../base'
 
@@ -157,26 +170,32 @@ def given(ids, pictures): return dict(input_ids=ids, pixel_values=pictures,
 
 def test_peft_says_the_same_of_what_is_written(capsys):
     "On the exported base, with the code of peft and of transformers; and the merged export is that model, too."
-    for words in (['checkpoints/base', 'theirs'], ['checkpoints/adapters', 'written', '--format', 'peft'], ['checkpoints/adapters', 'summed']): main(['export', *words])
+    for words in (['checkpoints/base', 'theirs'],
+        ['checkpoints/adapters', 'written', '--format', 'peft'],
+        ['checkpoints/adapters', 'summed']):
+        main(['export', *words])
     assert 'written: peft\n' in capsys.readouterr().out
     load = transformers.AutoModelForImageTextToText.from_pretrained
     model = peft.PeftModel.from_pretrained(load('theirs', dtype=torch.float32), 'written').eval()
     ours = read_adapted(Path('checkpoints/adapters/step_4'))
     ids, pictures = batch_of(ours.cfg)
-    with torch.no_grad(): found, whole = (m(**given(ids, pictures)).logits for m in (model, load('summed', dtype=torch.float32).eval()))
+    with torch.no_grad():
+        found, whole = (m(**given(ids, pictures)).logits
+            for m in (model, load('summed', dtype=torch.float32).eval()))
     torch.testing.assert_close(found, scores(ours, ids, pictures), atol=1e-6, rtol=0)
     torch.testing.assert_close(whole, found, atol=2e-6, rtol=0)
 
 
 @pytest.mark.parametrize('how',
-                         [dict(r=3, lora_alpha=5, target_modules=['q_proj', 'v_proj', 'fc1', 'proj']), dict(r=2, lora_alpha=4, target_modules=['down_proj'], use_rslora=True),
-                                 dict(r=4, target_modules=['q_proj', 'lm_head'], init_lora_weights='gaussian')], ids=['layers', 'rank-stabilised', 'head of a tied model'])
+    [dict(r=3, lora_alpha=5, target_modules=['q_proj', 'v_proj', 'fc1', 'proj']), dict(r=2, lora_alpha=4, target_modules=['down_proj'], use_rslora=True),
+        dict(r=4, target_modules=['q_proj', 'lm_head'], init_lora_weights='gaussian')], ids=['layers', 'rank-stabilised', 'head of a tied model'])
 def test_what_peft_has_trained_is_read(how, capsys):
     if not Path('theirs').is_dir(): main(['export', 'checkpoints/base', 'theirs'])
     torch.manual_seed(0)
     model = peft.get_peft_model(transformers.AutoModelForImageTextToText.from_pretrained('theirs', dtype=torch.float32), peft.LoraConfig(**how))
     folder = f'trained_{how["r"]}'
-    step = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], .1 if 'lm_head' in how['target_modules'] else 1.)
+    step = torch.optim.SGD([p for p in model.parameters() if p.requires_grad],
+        .1 if 'lm_head' in how['target_modules'] else 1.)
     ids, pictures = batch_of(VisionLanguageModel.from_pretrained('theirs').cfg)
     for _ in range(3):
         step.zero_grad()
@@ -185,7 +204,10 @@ def test_what_peft_has_trained_is_read(how, capsys):
     model.save_pretrained(folder)
     with torch.no_grad(): theirs = model.eval()(**given(ids, pictures)).logits
     main(['export', folder, f'{folder}_plain', '--format', 'nanovlm'])
-    for ours in (read_peft(folder), VisionLanguageModel.from_pretrained(f'{folder}_plain')): torch.testing.assert_close(scores(ours, ids, pictures), theirs, atol=2e-6, rtol=0)
+    for ours in (read_peft(folder),
+        VisionLanguageModel.from_pretrained(f'{folder}_plain')):
+        torch.testing.assert_close(scores(ours, ids, pictures), theirs, atol=2e-6,
+            rtol=0)
 
 
 # --- what it costs
@@ -193,7 +215,9 @@ def test_what_peft_has_trained_is_read(how, capsys):
 SMALL = evolve(preset('shapes')[0], vit_n_blocks=2, lm_n_blocks=6)
 LORA = evolve(preset('shapes')[1], lora_rank=8)
 
-@pytest.mark.parametrize('targets, last', [(['decoder'], None), (EVERYWHERE, None), (['decoder.blocks.4', 'decoder.blocks.5'], 2)])
+@pytest.mark.parametrize('targets, last',
+    [(['decoder'], None), (EVERYWHERE, None),
+    (['decoder.blocks.4', 'decoder.blocks.5'], 2)])
 def test_arithmetic_is_what_torch_counts(targets, last):
     "At most two in a hundred too much: below the first adapter nothing asks for a gradient."
     torch.manual_seed(0)
@@ -202,9 +226,12 @@ def test_arithmetic_is_what_torch_counts(targets, last):
     training_groups(net, evolve(LORA, lora_targets=targets))
     lens = [[40, 20], [50]]
     (ids, pictures) = batch_of(SMALL, rows=2, T=64)
-    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counted: net(ids, [pictures[:, 0]], targets=ids, doc_lens=lens)[1].backward()
-    ours = all_flops(step_flops(SMALL, 2, lens, 128, 128, trains=(), last_blocks=last, adapters=adapter_sizes(net)))
-    assert 1-.005 < ours/counted.get_total_flops() < 1.03, (ours, counted.get_total_flops())
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counted:
+        net(ids, [pictures[:, 0]], targets=ids, doc_lens=lens)[1].backward()
+    ours = all_flops(step_flops(SMALL, 2, lens, 128, 128, trains=(), last_blocks=last,
+        adapters=adapter_sizes(net)))
+    assert 1-.005 < ours/counted.get_total_flops() < 1.03, (ours,
+        counted.get_total_flops())
 
 
 def test_a_plan_knows_adapters():
@@ -223,11 +250,14 @@ def test_a_plan_knows_adapters():
 
 # --- ranks
 
-@pytest.mark.parametrize('sharding', ['zero2', pytest.param('zero3', marks=pytest.mark.slow)])
+@pytest.mark.parametrize('sharding',
+    ['zero2', pytest.param('zero3', marks=pytest.mark.slow)])
 def test_ranks_that_share_adapters_out_train_those_of_one_process(sharding):
     "Losses, but for rounding; nothing of the base is in the checkpoint."
-    commands.train([*SHORT, *ADAPTED, '--run_name', sharding, '--sharding', sharding, '--batch_size', 1],
-                   Path.cwd(), ranks=2)
+    commands.train([*SHORT, *ADAPTED, '--run_name', sharding, '--sharding', sharding,
+            '--batch_size', 1],
+        Path.cwd(), ranks=2)
     (figures, weights), (wanted, same) = record(f'checkpoints/{sharding}'), record('checkpoints/adapters')
     assert [*weights] == [*same] == ['lora.safetensors']
-    for a, b in zip(figures, wanted, strict=True): assert {k: a[k] for k in ('batch_loss', 'val_loss') if k in a} == pytest.approx({k: b[k] for k in ('batch_loss', 'val_loss') if k in b}, rel=1e-5)
+    for a, b in zip(figures, wanted, strict=True):
+        assert {k: a[k] for k in ('batch_loss', 'val_loss') if k in a} == pytest.approx({k: b[k] for k in ('batch_loss', 'val_loss') if k in b}, rel=1e-5)

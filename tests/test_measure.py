@@ -39,7 +39,8 @@ def test_phases_measure_and_are_written_down(rehearsed, m):
     assert waits['waits'] == 0
     assert qwen['all']['ms'] > 0 and qwen['adapters']['planned_gib'] <= qwen['all']['planned_gib'] and qwen['change_of_other_samples'] == 0
     assert set(arms['micro_batch']) == {m.LIKE_NANOVLM, 'dense mask', 'varlen'}
-    for arm in arms['micro_batch'].values(): assert 0 < arm['lowest'] <= arm['ms'] <= arm['highest'] and arm['n'] == 2
+    for arm in arms['micro_batch'].values():
+        assert 0 < arm['lowest'] <= arm['ms'] <= arm['highest'] and arm['n'] == 2
 
 
 def test_rows_stand_beside_their_predictions(rehearsed, m):
@@ -68,6 +69,7 @@ def test_predictions_are_dated_and_can_be_made_again():
 def test_all_phases_with_all_arms(m, tmp_path):
     assert m.main(['--tiny', '--out', str(tmp_path/'m.json')]) == 0
     found = json.loads((tmp_path/'m.json').read_text())
-    assert len(found) == 8 and not [(n, p['error'], p['where']) for n, p in found.items() if 'error' in p]
+    assert len(found) == 8 and not [(n, p['error'], p['where'])
+        for n, p in found.items() if 'error' in p]
     assert not [w for w in found['phase_7_trainer']['workers'].values() if 'error' in w]
     assert found['phase_8_determinism']['equal']

@@ -17,7 +17,8 @@ from nanovlm_nb.core.usage import UsageError
 from nanovlm_nb.runs.run import run
 
 pytestmark = pytest.mark.usefixtures('one_thread')
-FLAGS = [*SHORT, '--run_name', 'r', '--lr_vision_backbone', '0', '--cache_features', 'True']
+FLAGS = [*SHORT, '--run_name', 'r', '--lr_vision_backbone', '0', '--cache_features',
+    'True']
 
 
 def go(cwd, *more):
@@ -83,22 +84,29 @@ def pipe(name):
     return make
 
 
-FILES = ('lock', 'log.jsonl', 'train.log', 'dropped.jsonl', 'status', 'given.yaml', 'record.md', 'curves.png',
+FILES = ('lock', 'log.jsonl', 'train.log', 'dropped.jsonl', 'status', 'given.yaml',
+    'record.md', 'curves.png',
          'samples.png', 'answers.json', 'drops.json', 'bad_updates.jsonl', 'own_parts',
-         'wandb_id', 'last_checkpoint', 'best_checkpoint', 'status.nanovlm.tmp', 'eval_results/step_2.todo',
+         'wandb_id', 'last_checkpoint', 'best_checkpoint', 'status.nanovlm.tmp',
+         'eval_results/step_2.todo',
          'eval_results/step_2.log')
-FOLDERS = ('step_3.nanovlm.tmp', 'abandoned.nanovlm.tmp', 'eval_results', 'features', 'features/tower/ab',
+FOLDERS = ('step_3.nanovlm.tmp', 'abandoned.nanovlm.tmp', 'eval_results', 'features',
+    'features/tower/ab',
            'tensorboard', 'wandb', 'base')
 #: what leads out of a run's directory: its name, and how it comes there
 OUT = {f'link {name}': (name, link(name, 'keys')) for name in FILES} | {f'link {name}': (name, link(name, 'notes')) for name in FOLDERS}
-OUT |= {f'hard link {name}': (name, link(name, 'keys', 'hardlink_to')) for name in ('lock', 'log.jsonl', 'curves.png', 'eval_results/step_2.todo')}
+OUT |= {f'hard link {name}': (name, link(name, 'keys', 'hardlink_to'))
+    for name in ('lock', 'log.jsonl', 'curves.png', 'eval_results/step_2.todo')}
 OUT |= {f'pipe {name}': (name, pipe(name)) for name in ('lock', 'log.jsonl', 'status')}
-OUT |= {f'dangling {name}': (name, link(name, 'nowhere')) for name in ('lock', 'log.jsonl')}
+OUT |= {f'dangling {name}': (name, link(name, 'nowhere'))
+    for name in ('lock', 'log.jsonl')}
 OUT |= {'link config.yaml': ('config.yaml', link('config.yaml', 'config.yaml')),
         'link step_3': ('step_3', link('step_3', 'step_3')),
         'link step_4': ('step_4', link('step_4', 'checkpoint')),
-        'folder step_3': ('step_3', lambda run_dir: shutil.copytree('mine/step_3', run_dir/'step_3')),
-        'file step_4': ('step_4', lambda run_dir: shutil.copy('mine/keys', run_dir/'step_4'))}
+        'folder step_3': ('step_3',
+            lambda run_dir: shutil.copytree('mine/step_3', run_dir/'step_3')),
+        'file step_4': ('step_4',
+            lambda run_dir: shutil.copy('mine/keys', run_dir/'step_4'))}
 
 
 @pytest.mark.parametrize('kind', OUT)
@@ -125,11 +133,13 @@ def linked_manifest(run_dir):
     (run_dir/'step_1'/'manifest.json').symlink_to('../../../mine/checkpoint/manifest.json')
 
 
-STRANGERS = (relative_step, linked_abandoned, dangling_step, step_of_old, somebodys_abandoned, another_name,
-             a_folder, linked_manifest)
+STRANGERS = (relative_step, linked_abandoned, dangling_step, step_of_old,
+    somebodys_abandoned, another_name,
+    a_folder, linked_manifest)
 
 
-@pytest.mark.parametrize('more', [(), pytest.param(('--load_from', 'checkpoints/r/step_0'), marks=pytest.mark.slow)])
+@pytest.mark.parametrize('more',
+    [(), pytest.param(('--load_from', 'checkpoints/r/step_0'), marks=pytest.mark.slow)])
 @pytest.mark.parametrize('make', STRANGERS)
 def test_what_is_not_of_a_run_stays_where_it_is(trained, begun, make, more):
     "The run resumes, prunes and goes back beside it, and comes to the same."
@@ -138,7 +148,8 @@ def test_what_is_not_of_a_run_stays_where_it_is(trained, begun, make, more):
     strange = held('.')
     for name in ours: strange.pop(Path('checkpoints')/name)
     if more and (begun/'step_1').exists():  # the way from step_0 leads over it
-        with pytest.raises(UsageError, match='step_1 is in the way of a checkpoint, and is not of a run: move it elsewhere'):
+        with pytest.raises(UsageError,
+            match='step_1 is in the way of a checkpoint, and is not of a run: move it elsewhere'):
             go(Path(), '--resume', 'True', *more)
         assert held('checkpoints').items() >= ours.items() and {name: held('.').get(name) for name in strange} == strange
         return
@@ -148,13 +159,17 @@ def test_what_is_not_of_a_run_stays_where_it_is(trained, begun, make, more):
     if more: assert any((begun/f'abandoned_{n}'/'step_2').is_dir() for n in (1, 2))
 
 
-@pytest.mark.parametrize('name', ['config.yaml', 'log.jsonl', 'curves.png', 'record.md', 'rows.parquet', 'held_out.parquet', 'classify.yaml'])
+@pytest.mark.parametrize('name',
+    ['config.yaml', 'log.jsonl', 'curves.png', 'record.md', 'rows.parquet',
+    'held_out.parquet', 'classify.yaml'])
 def test_a_new_run_replaces_nobodys_files(trained, begun, name):
     "Not in a directory in which none has begun; the file of settings that it is given may lie there, and is kept."
     (place := Path('checkpoints/new')).mkdir()
     (place/name).write_text('mine')
     before = held('.')
-    with pytest.raises(UsageError, match=f'{name} would be replaced, and is not of a run: move it elsewhere'): go(Path(), '--run_name', 'new')
+    with pytest.raises(UsageError,
+        match=f'{name} would be replaced, and is not of a run: move it elsewhere'):
+        go(Path(), '--run_name', 'new')
     assert held('.') == before
     check_new(place, place/name)
     (place/'status').write_text('failed')  # of a run that had no checkpoint yet
@@ -205,12 +220,15 @@ def test_only_what_a_run_has_made_is_deleted(begun, capsys):
     write_manifest(begun/'abandoned_2', deep=False)
     (begun/'abandoned_3').symlink_to('../../mine/notes')
     before = held('.')
-    code, said = runs(capsys, str(begun), '--delete_older_than', '0', '--delete_abandoned')
-    deleted, kept = (sorted(re.findall(f'^{word} (\\w+)', said, re.M)) for word in ('deleted', 'kept'))
+    code, said = runs(capsys, str(begun), '--delete_older_than', '0',
+        '--delete_abandoned')
+    deleted, kept = (sorted(re.findall(f'^{word} (\\w+)', said, re.M))
+        for word in ('deleted', 'kept'))
     assert (code, deleted, kept) == (0, ['abandoned_2', 'step_1', 'step_2'], ['abandoned_1', 'step_0', 'step_3', 'step_4']), said  # step_2 of abandoned_2
     after = held('.')
     gone = {name.parts[2] for name in before.keys()-after.keys()}
-    assert gone == {'step_1', 'abandoned_2'} and all(after[name] == before[name] for name in after)
+    assert gone == {'step_1', 'abandoned_2'} and all(after[name] == before[name]
+        for name in after)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason='root can delete anything')
@@ -222,15 +240,19 @@ def test_what_cannot_be_deleted_is_named(begun, capsys):
 
 def test_a_model_that_is_written_into_a_folder_replaces_no_more_than_its_files(begun):
     (folder := Path('mine/out')).mkdir()
-    for name in ('tokenizer_notes.json', 'model_notes.safetensors', 'model-00001-of-00002.safetensors'): (folder/name).write_text('mine')
+    for name in ('tokenizer_notes.json', 'model_notes.safetensors',
+        'model-00001-of-00002.safetensors'):
+        (folder/name).write_text('mine')
     VisionLanguageModel.from_pretrained(begun/'step_2').save_pretrained(folder)
     assert (folder/'tokenizer_notes.json').exists() and (folder/'model_notes.safetensors').exists()
     assert not (folder/'model-00001-of-00002.safetensors').exists()  # or two models would lie there
     before = held('.')
-    with pytest.raises(UsageError, match='mine/out is not empty: give a new directory'): write_tasks(folder, 1, 1)
+    with pytest.raises(UsageError, match='mine/out is not empty: give a new directory'):
+        write_tasks(folder, 1, 1)
     for out in ('mine/out', 'dangling'):
         if out == 'dangling': Path(out).symlink_to('nowhere')
-        with pytest.raises(SystemExit): main(['export', str(begun), out, '--format', 'nanovlm'])
+        with pytest.raises(SystemExit):
+            main(['export', str(begun), out, '--format', 'nanovlm'])
     os.unlink('dangling')
     assert held('.') == before
 
@@ -240,4 +262,5 @@ def test_a_model_that_is_written_into_a_folder_replaces_no_more_than_its_files(b
 def test_a_pipe_in_a_checkpoint_is_named(begun, name, manifest):
     if not manifest: (begun/'step_2'/'manifest.json').unlink()
     pipe(f'step_2/{name}')(begun)
-    with pytest.raises(UsageError, match=f'{name} is a pipe or a device'): VisionLanguageModel.from_pretrained(begun/'step_2')
+    with pytest.raises(UsageError, match=f'{name} is a pipe or a device'):
+        VisionLanguageModel.from_pretrained(begun/'step_2')

@@ -23,9 +23,10 @@ from nanovlm_nb.data.sources import MapSource
 
 pytestmark = pytest.mark.usefixtures('one_thread')
 COLOURS = dict(red=(220, 30, 30), green=(30, 160, 60), blue=(40, 60, 220))
-SETTINGS = dict(quiet=True, max_training_steps=6, save_interval=2, eval_interval=3, max_keep_ckpts=-1,
-                dtype='float32', vit_hidden_dim=32, vit_n_heads=2, lm_hidden_dim=32,
-                lm_inter_dim=64, lm_n_heads=2, lm_n_kv_heads=1, lm_n_blocks=1)
+SETTINGS = dict(quiet=True, max_training_steps=6, save_interval=2, eval_interval=3,
+    max_keep_ckpts=-1,
+    dtype='float32', vit_hidden_dim=32, vit_n_heads=2, lm_hidden_dim=32,
+    lm_inter_dim=64, lm_n_heads=2, lm_n_kv_heads=1, lm_n_blocks=1)
 
 
 def picture(i):
@@ -70,7 +71,8 @@ def test_every_command_finds_the_rows_of_a_run_that_was_moved(capsys):
     assert main(['eval', 'elsewhere/r', '--json']) in (0, None)
     assert json.loads(capsys.readouterr().out) == json.loads(Path('elsewhere/r/answers.json').read_text())
     assert main(['replay', 'elsewhere/r', '4']) in (0, None)
-    logged = next(r for r in read_log('elsewhere/r/log.jsonl') if r['step'] == 4 and 'batch_loss' in r)
+    logged = next(r for r in read_log('elsewhere/r/log.jsonl') if r['step'] == 4
+        and 'batch_loss' in r)
     said = capsys.readouterr().out
     assert 'the same samples as in the log' in said and f'loss {logged["batch_loss"]:.4f}, gradient norm {logged["grad_norm"]:.4f}' in said
     main(['check', 'elsewhere/r'])
@@ -93,9 +95,13 @@ def test_rows_of_any_form_are_kept(form, tmp_path):
         for i, (im, *_) in enumerate(rows): im.save(tmp_path/f'{i}.png')
         rows = [(str(tmp_path/f'{i}.png'), q, a) for i, (_, q, a) in enumerate(rows)]
     table = pd.DataFrame(rows, columns=['image', 'question', 'answer'])
-    if form == 'loaders': run_dir = run(*tiny(run_name='l', vlm_checkpoint_path=str(tmp_path), max_training_steps=1, val_size=4, data_cutoff_idx=None, ask_samples=4),
-                                        loaders=partial(get_dataloaders, rows=[dict(row_id=i, images=[im], texts=[dict(user=q, assistant=a)]) for i, (im, q, a) in enumerate(rows)]))
-    else: run_dir = train(table if form == 'data frame' else rows, run_name='l', vlm_checkpoint_path=str(tmp_path), **SETTINGS | dict(max_training_steps=1)).run_dir
+    if form == 'loaders':
+        run_dir = run(*tiny(run_name='l', vlm_checkpoint_path=str(tmp_path),
+                max_training_steps=1, val_size=4, data_cutoff_idx=None, ask_samples=4),
+            loaders=partial(get_dataloaders,
+                rows=[dict(row_id=i, images=[im], texts=[dict(user=q, assistant=a)]) for i, (im, q, a) in enumerate(rows)]))
+    else:
+        run_dir = train(table if form == 'data frame' else rows, run_name='l', vlm_checkpoint_path=str(tmp_path), **SETTINGS | dict(max_training_steps=1)).run_dir
     for file in tmp_path.glob('*.png'): file.unlink()
     assert load_yaml(run_dir/'config.yaml', given=None)[1].train_dataset_path == 'rows'
     assert main(['eval', str(run_dir), '--json']) in (0, None)
@@ -110,7 +116,8 @@ def test_more_than_a_run_keeps_is_said_in_a_sentence(monkeypatch, capsys, tmp_pa
     none = limited(1000, 'none')
     assert {p.name for p in some.glob('*.parquet')} == {'held_out.parquet'} and not [*none.glob('*.parquet')]
     assert main(['eval', str(some), '--json']) in (0, None)
-    for run_dir, commands in ((some, ['replay', 'check']), (none, ['replay', 'check', 'eval'])):
+    for run_dir, commands in ((some, ['replay', 'check']),
+        (none, ['replay', 'check', 'eval'])):
         assert 'not all rows are kept' in (run_dir/'train.log').read_text()
         for command in commands:
             assert 'its rows were given in Python and are not kept there' in refused([command, run_dir, *['2']*(command == 'replay')], capsys)
@@ -130,8 +137,9 @@ def test_rows_of_a_run_from_elsewhere_are_data(capsys, tmp_path):
 # --- what a run says of itself
 
 def test_a_short_run_asks_about_no_more_samples_than_it_has_seen(tmp_path):
-    vlm, cfg = tiny(run_name='r', vlm_checkpoint_path=str(tmp_path), max_training_steps=1, batch_size=1,
-                    val_size=60, ask_samples=60)
+    vlm, cfg = tiny(run_name='r', vlm_checkpoint_path=str(tmp_path),
+        max_training_steps=1, batch_size=1,
+        val_size=60, ask_samples=60)
     run_dir = run(vlm, cfg)
     seen = next(r['samples'] for r in read_log(run_dir/'log.jsonl') if 'samples' in r)
     assert seen < 60 and f'about {seen} held-out samples' in (run_dir/'train.log').read_text()
@@ -147,7 +155,8 @@ class Swapped(ImageProcessor):
 
 
 def swapped(cfg, transforms=()): return Swapped(cfg.max_img_size, cfg.vit_img_size,
-                                                cfg.resize_to_max_side_len, tuple(transforms))
+                                                cfg.resize_to_max_side_len,
+                                                tuple(transforms))
 
 
 def wrapped(*args): return get_dataloaders(*args,
@@ -155,19 +164,24 @@ def wrapped(*args): return get_dataloaders(*args,
 
 
 @pytest.mark.parametrize('how', ['partial', 'function'])
-def test_a_processor_of_your_own_is_asked_for_wherever_the_model_is_opened(how, capsys, tmp_path):
-    configs = tiny(run_name='p', vlm_checkpoint_path=str(tmp_path), max_training_steps=1, val_size=6,
-                   data_cutoff_idx=None, ask_samples=4)
+def test_a_processor_of_your_own_is_asked_for_wherever_the_model_is_opened(how, capsys,
+    tmp_path):
+    configs = tiny(run_name='p', vlm_checkpoint_path=str(tmp_path),
+        max_training_steps=1, val_size=6,
+        data_cutoff_idx=None, ask_samples=4)
     loaders = wrapped if how == 'function' else partial(get_dataloaders,
                                                         rows=[dict(row_id=0, images=[im], texts=[dict(user=q, assistant=a)]) for im, q, a in ROWS], processor=swapped)
     run_dir = run(*configs, loaders=loaders)
     assert 'processor' in (run_dir/'own_parts').read_text().split()
-    for words in (['ask', run_dir, '--image', 'red.png', '--prompt', 'x'], ['eval', run_dir], ['export', run_dir, tmp_path/'out', '--format', 'nanovlm']):
-        assert 'was trained with an image processor of its own' in refused(words, capsys)
+    for words in (['ask', run_dir, '--image', 'red.png', '--prompt', 'x'],
+        ['eval', run_dir], ['export', run_dir, tmp_path/'out', '--format', 'nanovlm']):
+        assert 'was trained with an image processor of its own' in refused(words,
+            capsys)
     with pytest.raises(UsageError, match='an image processor of its own'): load(run_dir)
     asker = load(run_dir, processor=swapped(configs[0]))
     assert asker.tiles(ROWS[0][0])[0][0][0, 2].float().mean() > 180, 'red is where blue was'
-    with pytest.raises(UsageError, match='an image processor of its own'): export(asker, tmp_path/'out', 'nanovlm')
+    with pytest.raises(UsageError, match='an image processor of its own'):
+        export(asker, tmp_path/'out', 'nanovlm')
     assert run(*tiny(run_name='p', vlm_checkpoint_path=str(tmp_path), max_training_steps=2, val_size=6, data_cutoff_idx=None, ask_samples=4, resume=True), loaders=loaders) == run_dir
 
 
@@ -185,7 +199,8 @@ def test_what_is_in_memory_is_exported(tmp_path):
 def losses(folder, **parts):
     vlm, cfg = tiny(lm_dropout=.2, max_training_steps=6, eval_interval=2, run_name='r',
                     vlm_checkpoint_path=str(folder))
-    return [r['batch_loss'] for r in read_log(run(vlm, cfg, **parts)/'log.jsonl') if 'batch_loss' in r]
+    return [r['batch_loss'] for r in read_log(run(vlm, cfg, **parts)/'log.jsonl')
+        if 'batch_loss' in r]
 
 
 def ask(trainer):
@@ -199,9 +214,11 @@ def test_a_judge_that_asks_the_model_leaves_its_dropout(tmp_path):
 
 
 def test_the_position_in_kept_rows_is_the_position_in_memory(tmp_path):
-    rows = [dict(row_id=i, images=[im], texts=[dict(user=q, assistant=a)]) for i, (im, q, a) in enumerate(ROWS)]
+    rows = [dict(row_id=i, images=[im], texts=[dict(user=q, assistant=a)])
+        for i, (im, q, a) in enumerate(ROWS)]
     source = MapSource(rows, seed=3, val_size=7)
     kept.keep_rows(tmp_path, source, source.held_out())
     again = MapSource(kept._read_kept(kept.kept_rows(tmp_path)), seed=3, val_size=7)
-    order = lambda s: [row['id'] for part in (s, s.held_out()) for _, row in part.rows_of(1, 2, 5)]
+    order = lambda s: [row['id'] for part in (s, s.held_out())
+        for _, row in part.rows_of(1, 2, 5)]
     assert order(source) == order(again) and source.describe() == again.describe()

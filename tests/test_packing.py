@@ -8,7 +8,8 @@ import pytest
 from nanovlm_nb.data.packing import balanced_greedy_knapsack, min_bins
 
 # what the reference's rule without spare bins reaches at windows of 8 and 128 sequences, what we ask for there, and from 64 on in windows closed a little earlier
-REFERENCE = dict(one_image=(.903, .985), multi_image=(.898, .979), tiles_2048=(.883, .918))
+REFERENCE = dict(one_image=(.903, .985), multi_image=(.898, .979),
+    tiles_2048=(.883, .918))
 FLOOR = dict(one_image=(.90, .99), multi_image=(.90, .99), tiles_2048=(.90, .98))
 GOAL = dict(one_image=.99, multi_image=.99, tiles_2048=.97)
 by_name = pytest.mark.parametrize('name', FLOOR)
@@ -20,11 +21,13 @@ def recorded(golden): return json.loads((golden/'packing_lengths.json').read_tex
 
 def checked(lengths, images, capacity, max_images, tiles=None, max_tiles=None):
     "A plan that holds every index once, exceeds no limit, and is not below the bound."
-    groups = balanced_greedy_knapsack(lengths, images, capacity, max_images, tiles, max_tiles)
+    groups = balanced_greedy_knapsack(lengths, images, capacity, max_images, tiles,
+        max_tiles)
     assert sorted(i for g in groups for i in g) == list(range(len(lengths)))
     for costs, most in ((lengths, capacity), (images, max_images), (tiles, max_tiles)):
         assert most is None or all(sum(costs[i] for i in g) <= most for g in groups)
-    assert len(groups) >= min_bins(lengths, images, capacity, max_images, tiles, max_tiles)
+    assert len(groups) >= min_bins(lengths, images, capacity, max_images, tiles,
+        max_tiles)
     return groups
 
 
@@ -38,7 +41,8 @@ def over_windows(recorded, name, n_seqs):
         window.append(item)
         if sum(n for n, _ in window) >= n_seqs*capacity:
             lengths, images = zip(*window)
-            packed.append((sum(lengths), len(checked(lengths, images, capacity, most)), min_bins(lengths, images, capacity, most)))
+            packed.append((sum(lengths), len(checked(lengths, images, capacity, most)),
+                min_bins(lengths, images, capacity, most)))
             window = []
     tokens, bins, least = map(sum, zip(*packed))
     return tokens/(bins*capacity), tokens/(least*capacity)
@@ -52,7 +56,8 @@ def with_tiles(items, seed=0):
         room = (n-15)//66
         total = 0
         for k in range(m):
-            possible = [g for g in (1, 5, 7, 9, 13, 17) if g <= max(1, room-total-(m-k-1))]
+            possible = [g for g in (1, 5, 7, 9, 13, 17)
+                if g <= max(1, room-total-(m-k-1))]
             total += possible[-1] if rng.random() < .8 else rng.choice(possible)
         tiles.append(total)
     return tiles
@@ -75,7 +80,8 @@ def test_tile_limit_on_recorded_lengths(recorded, name, max_tiles):
     "About 35 tiles a pack: limits well above that cost nothing, one just above it costs less than a tenth."
     items = recorded['distributions'][name][:2000]
     given = *zip(*items), recorded['L'], recorded['max_images'], with_tiles(items), max_tiles
-    assert len(checked(*given)) <= (min_bins(*given)+1 if max_tiles != 36 else 1.1*min_bins(*given))
+    assert len(checked(*given)) <= (min_bins(*given)+1
+        if max_tiles != 36 else 1.1*min_bins(*given))
 
 
 def test_no_limit_is_exceeded():
@@ -86,9 +92,13 @@ def test_no_limit_is_exceeded():
         capacity = rng.choice([1, 7, 50, 1000])
         max_images = rng.choice([None, 0, 1, 5, 18])
         max_tiles = rng.choice([None, 0, 3, 20, 500])
-        def up_to(most): return [rng.randint(0, min(most, rng.choice([1, 4, most]))) for _ in range(n)]
-        lengths = [max(1, rng.randint(1, capacity)//rng.choice([1, 3, 10])) for _ in range(n)]
-        checked(lengths, up_to(4 if max_images is None else max_images), capacity, max_images,
+        def up_to(most):
+            return [rng.randint(0, min(most, rng.choice([1, 4, most])))
+                for _ in range(n)]
+        lengths = [max(1, rng.randint(1, capacity)//rng.choice([1, 3, 10]))
+            for _ in range(n)]
+        checked(lengths, up_to(4 if max_images is None else max_images), capacity,
+            max_images,
                 up_to(40 if max_tiles is None else max_tiles), max_tiles)
 
 
@@ -103,7 +113,9 @@ def work(n, name, recorded, tiles):
         lines += event == 'line'
         return trace
     sys.settrace(trace)
-    try: balanced_greedy_knapsack(*zip(*items), recorded['L'], recorded['max_images'], *limit)
+    try:
+        balanced_greedy_knapsack(*zip(*items), recorded['L'], recorded['max_images'],
+            *limit)
     finally: sys.settrace(before)
     return lines
 

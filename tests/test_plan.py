@@ -18,7 +18,9 @@ NANO_VLM, NANO = preset('nanovlm')
 
 # --- parameters and memory
 
-@pytest.mark.parametrize('changes', [dict(lr_vision_backbone=0), dict(lr_language_backbone=0), dict(language_last_blocks=2), dict(lr_backbones=0.), {}])
+@pytest.mark.parametrize('changes',
+    [dict(lr_vision_backbone=0), dict(lr_language_backbone=0),
+    dict(language_last_blocks=2), dict(lr_backbones=0.), {}])
 def test_trained_parameters_are_the_optimizers(changes):
     vlm, cfg = preset('shapes')
     cfg = evolve(cfg, **changes)
@@ -33,7 +35,8 @@ def test_the_tracker_agrees_with_torchs_to_the_byte(changes):
     vlm, cfg = tiny(vit_n_blocks=2, lm_n_blocks=2, **changes)
     ours = pl.peak_memory(vlm, cfg)
     theirs = MemTracker()
-    net = pl.like_cuda(pl.meta_net(vlm, cfg), torch.float32 if cfg.dtype == 'float32' else torch.bfloat16)
+    net = pl.like_cuda(pl.meta_net(vlm, cfg),
+        torch.float32 if cfg.dtype == 'float32' else torch.bfloat16)
     theirs.track_external(net)
     with theirs: pl.step(net, pl.fullest_batch(vlm, cfg))
     assert theirs.get_tracker_snapshot('peak')[pl.META]['Total'] == ours.total()-ours['optimizer']
@@ -42,7 +45,8 @@ def test_the_tracker_agrees_with_torchs_to_the_byte(changes):
 def test_what_is_frozen_keeps_nothing():
     "A frozen tower passes by, one whose features are kept on disk does not run, adapters have few gradients."
     whole, frozen, cached, adapted = (pl.peak_memory(*tiny(vit_n_blocks=4, dtype='bfloat16', **how)) for how in
-                                      ({}, dict(lr_vision_backbone=0), dict(lr_vision_backbone=0, cache_features=True), dict(lora_rank=2, lora_targets=['decoder', 'vision_encoder'])))
+        ({}, dict(lr_vision_backbone=0),
+            dict(lr_vision_backbone=0, cache_features=True), dict(lora_rank=2, lora_targets=['decoder', 'vision_encoder'])))
     assert cached['vision_encoder'] == 0 and whole['vision_encoder'] > 3*frozen['vision_encoder'] and whole.total() > frozen.total() >= cached.total()
     assert adapted['gradients'] < .2*whole['gradients'] and adapted['vision_encoder'] > frozen['vision_encoder']
 
@@ -56,20 +60,25 @@ def test_experts_cost_what_a_position_visits():
 def test_blank_tiles_are_charged():
     "On a GPU 17 tiles are 24, and the tower works for all of them."
     vlm, cfg = tiny(vit_n_blocks=2, lm_max_length=512)
-    need = [pl.peak_memory(vlm, cfg, pl.example_batch(vlm, 1, 1, tiles=n, targets=9)) for n in (17, 24)]
-    bare = pl.peak_memory(vlm, evolve(cfg, tile_multiple=1), pl.example_batch(vlm, 1, 1, tiles=17, targets=9))
+    need = [pl.peak_memory(vlm, cfg, pl.example_batch(vlm, 1, 1, tiles=n, targets=9))
+        for n in (17, 24)]
+    bare = pl.peak_memory(vlm, evolve(cfg, tile_multiple=1),
+        pl.example_batch(vlm, 1, 1, tiles=17, targets=9))
     assert need[1]['vision_encoder'] == need[0]['vision_encoder'] > bare['vision_encoder']
 
 
 # --- advice
 
-BAD = dict(data=.4, forward_backward=.3, communication=.2, optimizer=.05, validation=.05)
+BAD = dict(data=.4, forward_backward=.3, communication=.2, optimizer=.05,
+    validation=.05)
 
 
 def test_advice_has_a_line_for_each_fault():
     lines = advice(BAD, NANO, NANO_VLM, oom=True, unstable=True)
-    assert [line.split(':')[0].split(' ')[0] for line in lines] == ['out', 'unstable', 'data',
-                                                                    'communication', 'other']
+    assert [line.split(':')[0].split(' ')[0] for line in lines] == ['out', 'unstable',
+        'data',
+        'communication',
+        'other']
     assert 'batch_size 1, gradient_accumulation_steps 16' in lines[0] and 'max_images_per_knapsack 10' in lines[0] and 'lm_max_length 2048' in lines[0]
     assert 'language_checkpointing' in lines[0] and 'max_img_size 1024' in lines[0]
     assert 'lr_mp 0.00512 -> 0.001' in lines[1] and 'warmup_ratio 0.03 -> 0.06' in lines[1] and 'max_grad_norm 1.0 -> 0.5' in lines[1]
@@ -79,7 +88,8 @@ def test_advice_has_a_line_for_each_fault():
 
 
 def test_every_remedy_is_a_valid_configuration():
-    for vlm, cfg, gpus in ((NANO_VLM, NANO, 8), (*preset('shapes'), 1), (NANO_VLM, evolve(NANO, batch_size=8, gradient_accumulation_steps=4), 4)):
+    for vlm, cfg, gpus in ((NANO_VLM, NANO, 8), (*preset('shapes'), 1),
+        (NANO_VLM, evolve(NANO, batch_size=8, gradient_accumulation_steps=4), 4)):
         packs = effective_batch_size(cfg)
         for remedy in memory_remedies(vlm, cfg, gpus):
             vlm, cfg = pl.change(vlm, cfg, remedy.changes)

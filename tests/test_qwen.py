@@ -61,7 +61,8 @@ def folders(tmp_path_factory):
     logging.disable_progress_bar()
     place = tmp_path_factory.mktemp('qwen')
     made = dict(plain=write(place/'plain'), tied=write(place/'tied', tied=True, seed=1),
-                flat=flatten(write(place/'flat')), parts=write(place/'parts', max_shard_size='300KB'))
+                flat=flatten(write(place/'flat')),
+                parts=write(place/'parts', max_shard_size='300KB'))
     assert len([*made['parts'].glob('*.safetensors')]) > 2
     return made
 
@@ -76,7 +77,8 @@ def pairs(folders):
 def rows():
     "Questions about one picture, about three, and about none."
     pictures = [drawing(*size, seed=i) for i, size in enumerate(SIZES)]
-    return [*(([p], 'What is this?') for p in pictures), (pictures[:3], 'Which colour is it?'),
+    return [*(([p], 'What is this?') for p in pictures),
+        (pictures[:3], 'Which colour is it?'),
             ([], 'yes or no?')]
 
 
@@ -85,14 +87,17 @@ def largest(a, b):
     return float((a-b).abs().max()/a.abs().max())
 
 
-def show(what, figure): print(f'\n{what:<58}{figure:>10.1e}' if isinstance(figure, float) else f'\n{what:<58}{figure!s:>10}')
+def show(what, figure):
+    print(f'\n{what:<58}{figure:>10.1e}'
+        if isinstance(figure, float) else f'\n{what:<58}{figure!s:>10}')
 
 
 # --- what goes in
 
 def odd_files(folder):
     "Twenty pictures: of many sizes, grey, with a palette, transparent, turned by a flag."
-    sizes = [*SIZES, (3000, 2000), (2000, 50), (41, 40), (1000, 1000), (97, 513), (14, 13), (70, 98)]
+    sizes = [*SIZES, (3000, 2000), (2000, 50), (41, 40), (1000, 1000), (97, 513),
+        (14, 13), (70, 98)]
     made = [drawing(*size, seed=i) for i, size in enumerate(sizes)]
     alpha = drawing(150, 90)
     alpha.putalpha(Image.linear_gradient('L').resize(alpha.size))
@@ -134,8 +139,10 @@ def test_pixels_and_grids_of_twenty_pictures(pairs, tmp_path):
             tiles, grid = ours(file)
             assert grid == ours.grid(*image_size(file)) == tiles.shape[:2]
             assert made['image_grid_thw'].tolist() == [[1, 2*grid[0], 2*grid[1]]], file
-            pixels = to_pixels(tiles.flatten(0, 1), asker.model.cfg.pixel_mean, asker.model.cfg.pixel_std)
-            worst = max(worst, largest(made['pixel_values'], patches_of(pixels).flatten(1)))
+            pixels = to_pixels(tiles.flatten(0, 1), asker.model.cfg.pixel_mean,
+                asker.model.cfg.pixel_std)
+            worst = max(worst,
+                largest(made['pixel_values'], patches_of(pixels).flatten(1)))
     limit(theirs.processor, 784*64)
     show('pixels of 20 pictures, of 28 x 28 to 3000 x 2000', worst)
     assert worst < 1e-6
@@ -143,10 +150,13 @@ def test_pixels_and_grids_of_twenty_pictures(pairs, tmp_path):
 
 def test_ids_are_those_of_the_chat_template(pairs, rows):
     for asker, theirs in pairs.values():
-        for pictures, question in rows: assert asker.prompt(pictures, question)[0] == theirs.ids(pictures, question)
+        for pictures, question in rows:
+            assert asker.prompt(pictures, question)[0] == theirs.ids(pictures, question)
     turns = [dict(user='What is this?', assistant='a ring'), dict(user='Where is it?')]
-    said = [dict(role='user', content=[dict(type='image'), dict(type='text', text='What is this?')]),
-            dict(role='assistant', content='a ring'), dict(role='user', content='Where is it?')]
+    said = [dict(role='user',
+        content=[dict(type='image'), dict(type='text', text='What is this?')]),
+            dict(role='assistant', content='a ring'),
+            dict(role='user', content='Where is it?')]
     text = theirs.tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True).replace('<|image_pad|>', '<|image_pad|>'*16)
     assert asker.prompt([drawing(112, 112)], turns)[0] == theirs.tokenizer(text)['input_ids']
     assert '<|image_pad|>' not in asker.tokenizer.tokenize(asker.tokenizer.decode(asker.prompt([], 'an <|image_pad|> here')[0]))[1:3]
@@ -158,7 +168,8 @@ def test_every_form_of_a_checkpoint_is_the_same_model(pairs, folders):
     plain = pairs['plain'][0].model
     for kind in ('flat', 'parts'):
         model = pairs[kind][0].model
-        assert all(torch.equal(w, plain.state_dict()[k]) for k, w in model.state_dict().items())
+        assert all(torch.equal(w, plain.state_dict()[k])
+            for k, w in model.state_dict().items())
         assert all(getattr(model.cfg, f.name) == getattr(plain.cfg, f.name) for f in fields(plain.cfg) if f.name not in ('lm_tokenizer', 'lm_model_type', 'vit_model_type'))  # names of the folder
     cfg = plain.cfg
     assert (cfg.max_pixels, cfg.min_pixels, cfg.vit_full_blocks, cfg.lm_mrope_sections, cfg.vit_window_size) == (784*64, 784*4, [3], [2, 3, 3], 112)
@@ -174,7 +185,8 @@ def test_scores_alone_padded_and_packed(pairs, rows, kind):
     asker, theirs = pairs[kind]
     prompts = [asker.prompt(*row) for row in rows]
     alone = [theirs.model(**theirs.inputs([row])).logits for row in rows]
-    worst = max(largest(a, asker.model(torch.tensor([ids]), tiles)[0]) for a, (ids, tiles) in zip(alone, prompts))
+    worst = max(largest(a, asker.model(torch.tensor([ids]), tiles)[0])
+        for a, (ids, tiles) in zip(alone, prompts))
     show(f'scores, one sample a row ({kind})', worst)
     assert worst < 2e-5
     inputs = theirs.inputs(rows)
@@ -183,7 +195,8 @@ def test_scores_alone_padded_and_packed(pairs, rows, kind):
     worst = largest(theirs.model(**inputs).logits[mask], padded[mask])
     show(f'scores, nine samples in a padded batch ({kind})', worst)
     assert worst < 2e-5
-    ids, lens = torch.cat([torch.tensor(ids) for ids, _ in prompts])[None], [len(ids) for ids, _ in prompts]
+    ids, lens = torch.cat([torch.tensor(ids) for ids, _ in prompts])[None], [len(ids)
+        for ids, _ in prompts]
     packed = asker.model(ids, [tiles for _, tiles in prompts], doc_lens=[lens])[0][0].split(lens)
     worst = max(largest(a[0], b) for a, b in zip(alone, packed))
     show(f'scores, the nine packed into one row ({kind})', worst)
@@ -194,15 +207,18 @@ def test_scores_alone_padded_and_packed(pairs, rows, kind):
 def test_another_sample_changes_no_bit(pairs, rows):
     asker, _ = pairs['plain']
     prompts = [asker.prompt(*row) for row in rows]
-    ids, lens = torch.cat([torch.tensor(ids) for ids, _ in prompts])[None], [len(ids) for ids, _ in prompts]
+    ids, lens = torch.cat([torch.tensor(ids) for ids, _ in prompts])[None], [len(ids)
+        for ids, _ in prompts]
     pictures = [tiles for _, tiles in prompts]
     before = asker.model(ids, pictures, doc_lens=[lens])[0][0]
     for changed in (0, 3, 7):  # one picture, another, three of them
         start = sum(lens[:changed])
         end = sum(lens[:changed+1])
-        other = [[255-picture for picture in sample] if i == changed else sample for i, sample in enumerate(pictures)]
+        other = [[255-picture for picture in sample] if i == changed else sample
+            for i, sample in enumerate(pictures)]
         after = asker.model(ids, other, doc_lens=[lens])[0][0]
-        assert torch.equal(after[:start], before[:start]) and torch.equal(after[end:], before[end:])
+        assert torch.equal(after[:start], before[:start]) and torch.equal(after[end:],
+            before[end:])
         assert not torch.equal(after[start:end], before[start:end])
 
 
@@ -210,7 +226,8 @@ def test_gradients_of_every_tensor(pairs, rows):
     "A packed row's are the sum of those of its samples, each alone in transformers."
     asker, theirs = pairs['plain']
     model = asker.model.train()
-    answers = ['a small red circle', 'yes', 'no', 'ring', 'blue bar', 'one two three', 'green', 'red', 'yes']
+    answers = ['a small red circle', 'yes', 'no', 'ring', 'blue bar', 'one two three',
+        'green', 'red', 'yes']
     model.zero_grad()
     theirs.model.zero_grad()
     ids = []
@@ -222,7 +239,8 @@ def test_gradients_of_every_tensor(pairs, rows):
         start = len(theirs.ids(pictures, question))
         wanted = row.clone()
         wanted[:start] = -100
-        scores = theirs.model(**theirs.inputs([(pictures, question, answer)])).logits[0, :-1]
+        scores = theirs.model(**theirs.inputs([(pictures, question, answer)])).logits[0,
+            :-1]
         loss = torch.nn.functional.cross_entropy(scores, wanted[1:], reduction='sum')
         loss.backward()
         total += loss.item()
@@ -230,15 +248,18 @@ def test_gradients_of_every_tensor(pairs, rows):
         labels.append(torch.cat([wanted[1:], torch.tensor([-100])]))
         lens.append(len(row))
     pictures = [[asker.image_processor(im)[0] for im in images] for images, _ in rows]
-    _, loss = model(torch.cat(ids)[None], pictures, targets=torch.cat(labels)[None], doc_lens=[lens],
-                    reduction='sum')
+    _, loss = model(torch.cat(ids)[None], pictures, targets=torch.cat(labels)[None],
+        doc_lens=[lens],
+        reduction='sum')
     loss.backward()
     model.eval()
     assert loss.item() == pytest.approx(total, rel=1e-5)
-    ours = _their_tensors({k: p.grad for k, p in model.named_parameters()}, lambda name: qwen_names(name, model.cfg))
+    ours = _their_tensors({k: p.grad for k, p in model.named_parameters()},
+        lambda name: qwen_names(name, model.cfg))
     named = {k.replace('model.visual.', 'visual.').replace('model.language_model.', 'model.'): p.grad for k, p in theirs.model.named_parameters()}
     assert ours.keys() == named.keys()
-    worst = max(float((named[k]-ours[k]).abs().max()/max(named[k].abs().max(), 1e-3)) for k in named)
+    worst = max(float((named[k]-ours[k]).abs().max()/max(named[k].abs().max(), 1e-3))
+        for k in named)
     show(f'gradients of all {len(named)} tensors, packed and alone', worst)
     assert worst < 1e-4
 
@@ -249,8 +270,9 @@ def test_greedy_answers_of_a_padded_batch(pairs, rows, kind):
     questions = [rows[4], rows[7], rows[8]]  # one picture, three, none
     texts = asker(questions, max_new_tokens=12)
     for row, text in zip(questions, texts):
-        made = theirs.model.generate(**theirs.inputs([row]), max_new_tokens=12, do_sample=False,
-                                     eos_token_id=asker.tokenizer.eos_token_id)
+        made = theirs.model.generate(**theirs.inputs([row]), max_new_tokens=12,
+            do_sample=False,
+            eos_token_id=asker.tokenizer.eos_token_id)
         assert theirs.tokenizer.decode(made[0, len(theirs.ids(*row)):], skip_special_tokens=True).strip() == text
 
 
@@ -278,8 +300,10 @@ def test_export_is_bit_for_bit(pairs, folders, rows, tmp_path, kind):
     export_qwen(asker.model, tmp_path/'out')
     before = _read_tensors(folders[kind])
     after = _read_tensors(tmp_path/'out')
-    assert before.keys() == after.keys() and all(torch.equal(before[k], after[k]) for k in before)
-    opened, report = AutoModelForImageTextToText.from_pretrained(tmp_path/'out', output_loading_info=True)
+    assert before.keys() == after.keys() and all(torch.equal(before[k], after[k])
+        for k in before)
+    opened, report = AutoModelForImageTextToText.from_pretrained(tmp_path/'out',
+        output_loading_info=True)
     assert not any(report.values()) and type(opened) is type(theirs.model)
     again = Theirs(tmp_path/'out')
     known = AutoConfig.from_pretrained(folders[kind])
@@ -287,10 +311,14 @@ def test_export_is_bit_for_bit(pairs, folders, rows, tmp_path, kind):
     for part in ('text_config', 'vision_config'):
         old, new = (getattr(c, part).to_dict() for c in (known, again.model.config))
         free = {'dtype', 'initializer_range', 'head_dim', 'rope_scaling', 'rope_theta',
-                'transformers_version', 'eos_token_id', 'bos_token_id', 'pad_token_id', 'tokens_per_second',
+                'transformers_version', 'eos_token_id', 'bos_token_id', 'pad_token_id',
+                'tokens_per_second',
                 'layer_types', 'model_type'}
-        assert {k: old[k] for k in old if k not in free} == {k: new.get(k) for k in old if k not in free}
-    with torch.no_grad(): assert torch.equal(again.model(**theirs.inputs(rows[:1])).logits, theirs.model(**theirs.inputs(rows[:1])).logits)
+        assert {k: old[k] for k in old if k not in free} == {k: new.get(k) for k in old
+            if k not in free}
+    with torch.no_grad():
+        assert torch.equal(again.model(**theirs.inputs(rows[:1])).logits,
+            theirs.model(**theirs.inputs(rows[:1])).logits)
     back = VisionLanguageModel.from_pretrained(tmp_path/'out')
     assert all(torch.equal(w, back.state_dict()[k]) for k, w in asker.model.state_dict().items()) and Asker.from_model(back).prompt(*rows[7])[0] == asker.prompt(*rows[7])[0]
 
@@ -306,7 +334,9 @@ def test_own_format_keeps_everything(folders, rows, tmp_path):
     assert type(back.vision_encoder) is NativeTower and all(torch.equal(w, back.state_dict()[k]) for k, w in model.state_dict().items())
     export_qwen(back, tmp_path/'theirs')
     theirs = Theirs(tmp_path/'theirs')
-    with torch.no_grad(): worst = largest(theirs.model(**theirs.inputs([rows[1]])).logits, back(torch.tensor([ids]), tiles)[0])
+    with torch.no_grad():
+        worst = largest(theirs.model(**theirs.inputs([rows[1]])).logits,
+            back(torch.tensor([ids]), tiles)[0])
     show('scores after a step, exported', worst)
     assert worst < 2e-5
 
@@ -315,13 +345,17 @@ def test_own_format_keeps_everything(folders, rows, tmp_path):
 
 def settings(folder, place=Path('none'), **changes):
     "A model and a run of a few updates over drawn scenes, in float32."
-    model = evolve(checkpoint_config(folder), vlm_checkpoint_path=str(place/'runs'), lm_max_length=256,
-                   hf_repo_name=None)
-    plan = dict(train_dataset_path='shapes', data_cutoff_idx=400, val_size=8, stream_dataset=False,
+    model = evolve(checkpoint_config(folder), vlm_checkpoint_path=str(place/'runs'),
+        lm_max_length=256,
+        hf_repo_name=None)
+    plan = dict(train_dataset_path='shapes', data_cutoff_idx=400, val_size=8,
+        stream_dataset=False,
                 lr_mp=1e-3, lr_backbones=1e-3, max_training_steps=6, batch_size=1,
-                gradient_accumulation_steps=4, max_sample_length=192, dtype='float32', eval_interval=100,
+                gradient_accumulation_steps=4, max_sample_length=192, dtype='float32',
+                eval_interval=100,
                 ask_samples=0, use_lmms_eval=False, log_wandb=False, progress_bar=False,
-                console_line='none', num_workers=0, val_workers=0, stats_log_interval=3, num_of_sequences=8,
+                console_line='none', num_workers=0, val_workers=0, stats_log_interval=3,
+                num_of_sequences=8,
                 compile=False, peak_tflops=1., async_save=False)
     return model, TrainConfig(**plan | changes)
 
@@ -336,15 +370,20 @@ def test_the_loader_says_what_the_model_would(folders, how):
     batch = next(iter(loader))
     assert {tuple(p.shape[2:]) for row in batch['images'] for p in row} == {(3, 28, 28)}
     made = batch['layout']
-    again = model.layout_of(batch['input_ids'], None, batch['labels'], batch['doc_lens'], batch['images'])
+    again = model.layout_of(batch['input_ids'], None, batch['labels'],
+        batch['doc_lens'], batch['images'])
     assert made == again and made.positions.shape[0] == 3
-    assert all(torch.equal(getattr(made, name), getattr(again, name)) for name in ('positions', 'slots', 'at', 'targets', 'cu', 'documents'))
-    assert all(torch.equal(getattr(made.tiles, name), getattr(again.tiles, name)) for name in ('order', 'places'))
-    assert (made.tiles.windows, made.tiles.pictures) == (again.tiles.windows, again.tiles.pictures)
+    assert all(torch.equal(getattr(made, name), getattr(again, name))
+        for name in ('positions', 'slots', 'at', 'targets', 'cu', 'documents'))
+    assert all(torch.equal(getattr(made.tiles, name), getattr(again.tiles, name))
+        for name in ('order', 'places'))
+    assert (made.tiles.windows, made.tiles.pictures) == (again.tiles.windows,
+        again.tiles.pictures)
     counts = tally(batch)
     grids = [p.shape[:2] for row in batch['images'] for p in row]
     assert counts['tiles'] == sum(r*c for r, c in grids) == len(made.slots) and counts['picture_pairs'] == sum((4*r*c)**2 for r, c in grids)
-    with torch.no_grad(): assert torch.equal(model(batch['input_ids'], batch['images'], targets=batch['labels'], doc_lens=batch['doc_lens'])[1],
+    with torch.no_grad():
+        assert torch.equal(model(batch['input_ids'], batch['images'], targets=batch['labels'], doc_lens=batch['doc_lens'])[1],
                                              model(batch['input_ids'], batch['images'], layout=made)[1])
 
 
@@ -362,12 +401,14 @@ def test_blank_tiles_change_nothing(pairs, rows):
 def test_compiled_blocks_see_any_number_of_tiles(folders):
     "Two graphs, one for each kind of block, serve batches of other pictures."
     torch._dynamo.reset()
-    plain, compiled = (VisionLanguageModel.from_pretrained(folders['plain']).train() for _ in range(2))
+    plain, compiled = (VisionLanguageModel.from_pretrained(folders['plain']).train()
+        for _ in range(2))
     compiled.tile_multiple = 8
     counter = CompileCounter()
     assert compile_blocks(compiled, backend=counter) == 6
     graphs = []
-    for grids in ([(4, 5)], [(6, 6), (2, 3)], [(2, 2)]*4, [(8, 9)], [(5, 4), (4, 5)], [(1, 1)]):
+    for grids in ([(4, 5)], [(6, 6), (2, 3)], [(2, 2)]*4, [(8, 9)], [(5, 4), (4, 5)],
+        [(1, 1)]):
         ids = torch.full((1, 160), 5)
         at = 3
         for r, c in grids:
@@ -375,8 +416,10 @@ def test_compiled_blocks_see_any_number_of_tiles(folders):
             at += r*c+4
         labels = torch.full((1, 160), -100)
         labels[0, at:at+5] = 7
-        images = [torch.randint(0, 255, (r, c, 3, 28, 28), dtype=torch.uint8) for r, c in grids]
-        losses = [m(ids, images, targets=labels, doc_lens=[[at+8]])[1] for m in (plain, compiled)]
+        images = [torch.randint(0, 255, (r, c, 3, 28, 28), dtype=torch.uint8)
+            for r, c in grids]
+        losses = [m(ids, images, targets=labels, doc_lens=[[at+8]])[1]
+            for m in (plain, compiled)]
         losses[1].backward()
         assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-4)
         graphs.append(counter.frame_count)
@@ -385,12 +428,21 @@ def test_compiled_blocks_see_any_number_of_tiles(folders):
 
 def test_what_cannot_be_done_is_said_at_once(folders, rows, pairs):
     model, train = settings(folders['plain'], lr_backbones=0., cache_features=True)
-    with pytest.raises(UsageError, match='a tile sees the whole picture: set cache_features to False'): check_configs(model, train)
-    with pytest.raises(UsageError, match='is no directory|files'): checkpoint_config('no/such/model')
-    with pytest.raises(UsageError, match='set it to 28, and max_pixels'): evolve(model, max_img_size=56, vlm_extra_tokens={**model.vlm_extra_tokens, 'r1c1': 'a', 'r1c2': 'b', 'r2c1': 'c', 'r2c2': 'd'})
+    with pytest.raises(UsageError,
+        match='a tile sees the whole picture: set cache_features to False'):
+        check_configs(model, train)
+    with pytest.raises(UsageError, match='is no directory|files'):
+        checkpoint_config('no/such/model')
+    with pytest.raises(UsageError, match='set it to 28, and max_pixels'):
+        evolve(model, max_img_size=56,
+            vlm_extra_tokens={**model.vlm_extra_tokens, 'r1c1': 'a', 'r1c2': 'b',
+            'r2c1': 'c', 'r2c2': 'd'})
     ids, (tiles,) = pairs['plain'][0].prompt(*rows[0])
-    with pytest.raises(UsageError, match='a picture of this model is a grid of tiles'): pairs['plain'][0].model(torch.tensor([ids]), tiles.flatten(0, 1))
-    with pytest.raises(ValueError, match='the layout has no grids'): pairs['plain'][0].model(torch.tensor([ids]), [tiles], layout=Layout.of(torch.tensor([ids]), model.image_token_id))
+    with pytest.raises(UsageError, match='a picture of this model is a grid of tiles'):
+        pairs['plain'][0].model(torch.tensor([ids]), tiles.flatten(0, 1))
+    with pytest.raises(ValueError, match='the layout has no grids'):
+        pairs['plain'][0].model(torch.tensor([ids]), [tiles],
+            layout=Layout.of(torch.tensor([ids]), model.image_token_id))
     asked = [dict(role='user', content=[dict(type='video', video='a.mp4'), dict(type='text', text='What happens?')]), dict(role='assistant', content='nothing')]
     for row, said in ((dict(messages=asked), "a part of a message is 'video': only text and image can be read"), (dict(video='a.mp4', question='What?', answer='no'), 'column `video` may hold pictures')):
         dropped = to_row(row, 0)
@@ -438,7 +490,8 @@ def test_runs_are_the_same_however_they_are_made(folders, tmp_path):
     weights, _, log = end(place, 'straight')
     losses = [r['batch_loss'] for r in log if 'batch_loss' in r]
     figures = [r['perf/mfu'] for r in log if 'perf/mfu' in r]
-    assert losses[-1] < losses[0] and len(figures) == 2 and all(0 < f < 1 for f in figures)
+    assert losses[-1] < losses[0] and len(figures) == 2 and all(0 < f < 1
+        for f in figures)
     go(folder, place, 'split', batch_size=2, gradient_accumulation_steps=2)
     compare(place, 'split')
     go(folder, place, 'workers', num_workers=2)
@@ -446,12 +499,15 @@ def test_runs_are_the_same_however_they_are_made(folders, tmp_path):
     go(folder, place, 'broken', stop=3)
     go(folder, place, 'broken', resume=True)
     compare(place, 'broken', bits=True)
-    go(folder, place, 'recomputed', vision_checkpointing=True, language_checkpointing=True)
+    go(folder, place, 'recomputed', vision_checkpointing=True,
+        language_checkpointing=True)
     compare(place, 'recomputed', bits=True)
     export_qwen(VisionLanguageModel.from_pretrained(find_checkpoint(place/'runs'/'straight')), place/'out')
     theirs = _read_tensors(place/'out')
-    named = _their_tensors({k: w for k, w in weights.items() if 'inv_freq' not in k}, lambda name: qwen_names(name, checkpoint_config(folder)))
-    assert theirs.keys() == named.keys() and all(torch.equal(theirs[k], named[k]) for k in named)
+    named = _their_tensors({k: w for k, w in weights.items() if 'inv_freq' not in k},
+        lambda name: qwen_names(name, checkpoint_config(folder)))
+    assert theirs.keys() == named.keys() and all(torch.equal(theirs[k], named[k])
+        for k in named)
 
 
 KILLS = """
@@ -473,7 +529,8 @@ def test_killed_in_the_middle_of_a_stream(folders, tmp_path):
     rows = [dict(images=[drawing(*size, seed=i)], texts=[dict(user='What is this?', assistant=f'number {i}')]) for i, size in enumerate(SIZES*12)]
     place = tmp_path/'data'
     place.mkdir()
-    for k in range(3): datasets.Dataset.from_list(rows[k::3]).cast_column('images', datasets.Sequence(datasets.Image())).to_parquet(place/f'{k}.parquet')
+    for k in range(3):
+        datasets.Dataset.from_list(rows[k::3]).cast_column('images', datasets.Sequence(datasets.Image())).to_parquet(place/f'{k}.parquet')
     flags = f"""--load_from {folders['plain']} --train_dataset_path {place} --stream_dataset True --run_name run --val_size 4 --batch_size 1 --gradient_accumulation_steps 2
         --lm_max_length 512 --max_sample_length 400 --num_of_sequences 4 --num_workers 2 --val_workers 0 --max_training_steps 8 --save_interval 2 --eval_interval 100
         --lr_backbones 1e-3 --dtype float32 --ask_samples 0 --log_wandb False --progress_bar False --lr_schedule kills:rate""".split()
@@ -485,7 +542,8 @@ def test_killed_in_the_middle_of_a_stream(folders, tmp_path):
         if name == 'straight': (cwd/'killed').touch()
         first = train(flags, cwd, check=False, PYTHONPATH=str(cwd))
         assert first.returncode == (-9 if name == 'killed' else 0), first.stderr[-2000:]
-        if name == 'killed': train([*flags, '--resume', 'True'], cwd, PYTHONPATH=str(cwd))
+        if name == 'killed':
+            train([*flags, '--resume', 'True'], cwd, PYTHONPATH=str(cwd))
         run_dir = cwd/'checkpoints'/'run'
         found[name] = record(run_dir), (run_dir/'step_8'/'model.safetensors').read_bytes()
     assert found['straight'] == found['killed']
@@ -497,7 +555,8 @@ def test_two_ranks_make_the_same_run(folders, tmp_path):
     place = tmp_path
     go(folder, place, 'straight')
     for kind in ('ddp', 'zero2', 'zero3'):
-        launch(lambda dist: go(folder, place, kind, dist=dist, gradient_accumulation_steps=2, sharding=kind),
+        launch(lambda dist: go(folder, place, kind, dist=dist,
+            gradient_accumulation_steps=2, sharding=kind),
                2, 240.)
         compare(place, kind)
     launch(lambda dist: go(folder, place, 'cut', stop=3, dist=dist, gradient_accumulation_steps=2, sharding='zero2'), 2, 240.)
@@ -516,7 +575,8 @@ def adapted(folder, ids, pictures, lens, lower=True, recompute=False):
     model.vision_encoder.recompute = model.decoder.recompute = recompute
     losses = []
     for _ in range(3):
-        with torch.autocast('cpu', torch.bfloat16): loss = model(ids, pictures, targets=ids, doc_lens=[lens])[1]
+        with torch.autocast('cpu', torch.bfloat16):
+            loss = model(ids, pictures, targets=ids, doc_lens=[lens])[1]
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -536,19 +596,23 @@ def test_a_base_in_bfloat16_changes_no_bit(pairs, folders, rows, kind, tmp_path)
     show(f'bytes of a base in bfloat16, as a share of float32 ({kind})', f'{size:.2f}')
     for other in (dict(lower=False), dict(recompute=True)):
         again, same, _ = adapted(folders[kind], *batch, **other)
-        assert again == losses and all(torch.equal(w, adapters[k]) for k, w in same.items())
+        assert again == losses and all(torch.equal(w, adapters[k])
+            for k, w in same.items())
     model.save_pretrained(tmp_path/'kept')
     plain = VisionLanguageModel.from_pretrained(tmp_path/'kept').state_dict()
     merged = merge_adapters(model).state_dict()
-    assert plain.keys() == merged.keys() and all(torch.equal(w, merged[k]) for k, w in plain.items())
+    assert plain.keys() == merged.keys() and all(torch.equal(w, merged[k])
+        for k, w in plain.items())
 
 
 @pytest.mark.slow
 def test_adapters_learn(folders, tmp_path):
     "Tower and language model get them; what they stand on stays, and both together are a Qwen2.5-VL again."
-    go(folders['plain'], tmp_path, 'lora', lora_rank=4, lora_targets=['decoder', 'vision_encoder'],
+    go(folders['plain'], tmp_path, 'lora', lora_rank=4,
+        lora_targets=['decoder', 'vision_encoder'],
        lr_lora=1e-2)
-    losses = [r['batch_loss'] for r in read_log(tmp_path/'runs'/'lora'/'log.jsonl') if 'batch_loss' in r]
+    losses = [r['batch_loss'] for r in read_log(tmp_path/'runs'/'lora'/'log.jsonl')
+        if 'batch_loss' in r]
     assert losses[-1] < losses[0]-.5
     made = Path(find_checkpoint(tmp_path/'runs'/'lora'))
     assert json.loads((made/'lora.json').read_text())['rank'] == 4
@@ -563,7 +627,8 @@ def test_adapters_learn(folders, tmp_path):
 @pytest.mark.slow
 def test_adapters_in_bfloat16_go_on_bit_for_bit(folders, tmp_path):
     "Resumed, computed again, and on two ranks that share the base or have all of it."
-    how = dict(lora_rank=4, lora_targets=['decoder', 'vision_encoder'], lr_lora=1e-2, dtype='bfloat16')
+    how = dict(lora_rank=4, lora_targets=['decoder', 'vision_encoder'], lr_lora=1e-2,
+        dtype='bfloat16')
 
     def made(name):
         log = read_log(tmp_path/'runs'/name/'log.jsonl')
@@ -573,9 +638,12 @@ def test_adapters_in_bfloat16_go_on_bit_for_bit(folders, tmp_path):
     weights, losses = made('straight')
     go(folders['plain'], tmp_path, 'broken', stop=3, **how)
     go(folders['plain'], tmp_path, 'broken', resume=True, **how)
-    go(folders['plain'], tmp_path, 'recomputed', vision_checkpointing=True, language_checkpointing=True,
+    go(folders['plain'], tmp_path, 'recomputed', vision_checkpointing=True,
+        language_checkpointing=True,
        **how)
-    for name in ('broken', 'recomputed'): assert made(name)[1] == losses and all(torch.equal(w, weights[k]) for k, w in made(name)[0].items())
+    for name in ('broken', 'recomputed'):
+        assert made(name)[1] == losses and all(torch.equal(w, weights[k])
+            for k, w in made(name)[0].items())
     for kind in ('ddp', 'zero2', 'zero3'):
         launch(lambda dist: go(folders['plain'], tmp_path, kind, dist=dist, gradient_accumulation_steps=2, sharding=kind, **how), 2, 240.)
         assert made(kind)[1] == pytest.approx(losses, rel=2e-3)

@@ -15,12 +15,15 @@ SHORT = [*TINY, '--ask_samples', '0', '--val_size', '8', '--run_name', 'parts']
 @pytest.mark.usefixtures('one_thread')
 def test_what_is_drawn_and_said_is_what_was_written(tmp_path):
     "Every update is on the curve. A run stopped after 3 updates and went on to 6."
-    for more in (['--max_training_steps', '3'], ['--resume', 'True']): train([*SHORT, *more], tmp_path)
+    for more in (['--max_training_steps', '3'], ['--resume', 'True']):
+        train([*SHORT, *more], tmp_path)
     records = read_log(pt.log_of(tmp_path/'checkpoints'/'parts'))
     axes = plot_curves(records).axes
-    drawn = {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in axes[0].lines}
+    drawn = {line.get_label(): (list(line.get_xdata()), list(line.get_ydata()))
+        for line in axes[0].lines}
     assert drawn['batch_loss'] == (list(range(1, 7)), [r['batch_loss'] for r in records if 'batch_loss' in r]) and drawn['val_loss'][0] == [0, 3, 6]
-    assert {t.get_text() for t in axes[1].get_legend().get_texts()} == {'lr_MP', 'lr_decoder', 'lr_vision_encoder'}
+    assert {t.get_text() for t in axes[1].get_legend().get_texts()} == {'lr_MP',
+        'lr_decoder', 'lr_vision_encoder'}
     lines = nanovlm(['runs', 'checkpoints/parts'], tmp_path).stdout.splitlines()
     assert lines[0] == 'parts: done' and lines[1].startswith('step 6 | ') and 'val_loss' in lines[1]
     assert lines[2].startswith('step_6 ') and 'complete' in lines[2] and 'last' in lines[2]

@@ -19,7 +19,7 @@ from nanovlm_nb.core.dist import Dist, launch
 from nanovlm_nb.core.usage import UsageError
 from nanovlm_nb.model.files import Tensors
 from nanovlm_nb.model.backbones import is_computed
-from nanovlm_nb.tools.plan import _largest_unit, memory, sizes
+from nanovlm_nb.tools.plan import memory, sizes
 from nanovlm_nb.training.shard import pieces_of, read_rest, shard_model, use_whole
 
 HERE = Path(__file__).resolve().parent
@@ -38,7 +38,9 @@ def out(tmp_path_factory):
 
 
 @pytest.fixture(scope='module')
-def facts(out): return {k: v for n in (1, 2, 4) for k, v in json.loads((out/f'facts_{n}.json').read_text()).items()}
+def facts(out):
+    return {k: v for n in (1, 2, 4)
+        for k, v in json.loads((out/f'facts_{n}.json').read_text()).items()}
 
 
 def weights(file):
@@ -57,11 +59,14 @@ def apart(a, b):
     return max((a[k]-b[k]).abs().max().item() for k in a)
 
 
-SAME = dict(whole=['ddp', 'zero2', 'zero3', 'zero2_offload', 'zero3_offload', 'zero3_recompute', 'zero2_each', 'zero3_each', 'zero2_of_4', 'ddp_to_zero2', 'zero2_to_ddp', 'offload_to_zero2', 'zero2_to_4'],
+SAME = dict(whole=['ddp', 'zero2', 'zero3', 'zero2_offload', 'zero3_offload',
+    'zero3_recompute', 'zero2_each', 'zero3_each', 'zero2_of_4', 'ddp_to_zero2',
+    'zero2_to_ddp', 'offload_to_zero2', 'zero2_to_4'],
             frozen=['zero2_frozen'], moe=['zero2_moe'])
 
 
-@pytest.mark.parametrize('name, reference', [(n, ref) for ref, names in SAME.items() for n in names])
+@pytest.mark.parametrize('name, reference',
+    [(n, ref) for ref, names in SAME.items() for n in names])
 def test_same_training(out, facts, name, reference):
     "Losses, norms and weights of four updates, or of the two after a checkpoint of another kind; a micro-batch of one rank has no picture."
     a = torch.tensor(facts[name]['figures'])
@@ -69,19 +74,24 @@ def test_same_training(out, facts, name, reference):
     assert len(a) == (HALF if '_to_' in name else UPDATES)
     torch.testing.assert_close(a, b[-len(a):], atol=2e-6, rtol=1e-6)
     assert apart(weights(out/f'{name}.safetensors'), weights(out/f'{reference}.safetensors')) < 1e-6
-    if 'val' in facts[name]: assert facts[name]['val'] == pytest.approx(facts[reference]['val'], abs=1e-6)
+    if 'val' in facts[name]:
+        assert facts[name]['val'] == pytest.approx(facts[reference]['val'], abs=1e-6)
 
 
 @pytest.mark.parametrize('name', ['at_once', 'ddp_pairs'])
 def test_the_split_of_a_batch_does_not_matter(out, facts, name):
     "Micro-batches of four packs, or of two on two ranks, in place of one: entries whose gradient is rounding go their own way, all together do not."
-    torch.testing.assert_close(torch.tensor(facts[name]['figures']), torch.tensor(facts['whole']['figures']),
-                               atol=2e-6, rtol=1e-6)
-    a, b = (torch.cat([w.flatten() for w in weights(out/f'{n}.safetensors').values()]) for n in (name, 'whole'))
+    torch.testing.assert_close(torch.tensor(facts[name]['figures']),
+        torch.tensor(facts['whole']['figures']),
+        atol=2e-6, rtol=1e-6)
+    a, b = (torch.cat([w.flatten() for w in weights(out/f'{n}.safetensors').values()])
+        for n in (name, 'whole'))
     assert (a-b).norm() < 1e-6*b.norm()
 
 
-@pytest.mark.parametrize('a, b', [('whole', 'offload'), ('zero2', 'zero2_offload'), ('zero2', 'zero3'), ('zero3', 'zero3_offload'), ('zero3', 'zero3_recompute')])
+@pytest.mark.parametrize('a, b',
+    [('whole', 'offload'), ('zero2', 'zero2_offload'), ('zero2', 'zero3'),
+    ('zero3', 'zero3_offload'), ('zero3', 'zero3_recompute')])
 def test_to_the_last_bit(out, facts, a, b):
     "Where a number is kept, and whether it is kept or made again, does not change it."
     assert facts[a]['figures'] == facts[b]['figures']
@@ -101,10 +111,14 @@ def test_mixed_precision(out, facts):
 def kept_between_micro_batches(dist, each):
     "Numbers of gradients that a rank of zero2 keeps when all micro-batches of an update but the last are done, as a share of the model."
     trainer = sharded.make_trainer(dist, None, {},
-                                   dict(sharding='zero2', gradient_accumulation_steps=2, **each))
+        dict(sharding='zero2', gradient_accumulation_steps=2,
+            **each))
     model = trainer.base
     kept = []
-    def look(*_): kept.append(sum(whole_or_piece(p) for m in model.modules() if isinstance(m, FSDPModule) for p in m._get_fsdp_state()._fsdp_param_group.fsdp_params))
+    def look(*_):
+        kept.append(sum(whole_or_piece(p) for m in model.modules()
+            if isinstance(m, FSDPModule)
+            for p in m._get_fsdp_state()._fsdp_param_group.fsdp_params))
     model.register_forward_pre_hook(look)
     sharded.updates(trainer, 1)
     return kept[-1]/sum(p.numel() for p in model.parameters())
@@ -112,12 +126,20 @@ def kept_between_micro_batches(dist, each):
 
 def whole_or_piece(param):
     "How many numbers of a parameter's gradient are here."
-    here = [param.unsharded_accumulated_grad, getattr(param, '_unsharded_param', param.sharded_param).grad,
+    here = [param.unsharded_accumulated_grad,
+        getattr(param, '_unsharded_param', param.sharded_param).grad,
             param.sharded_param.grad]
-    return sum((w.to_local() if isinstance(w, DTensor) else w).numel() for w in here if w is not None)
+    return sum((w.to_local() if isinstance(w, DTensor) else w).numel() for w in here
+        if w is not None)
 
 
-@pytest.mark.parametrize('each, share', [({}, 1), (sharded.EACH, 1/2)], ids=['once', 'each'])
+def largest_unit(parameters):
+    "Numbers of a block, or of all that is in none: so many gradients are whole while they are exchanged."
+    return max(sum(s.total-s.blocks for s in parameters.values()), *(s.largest_block for s in parameters.values()))
+
+
+@pytest.mark.parametrize('each, share', [({}, 1), (sharded.EACH, 1/2)],
+    ids=['once', 'each'])
 def test_gradients_kept_between_micro_batches(each, share):
     "Two ranks with two micro-batches: whole ones, or each rank its half."
     for kept in launch(lambda dist: kept_between_micro_batches(dist, each), 2): assert kept == pytest.approx(share, rel=.02)
@@ -128,14 +150,17 @@ def held(dist, how):
     trainer = sharded.make_trainer(dist, None, {}, how)
     model = trainer.base
     found = []
-    params = [p for m in model.modules() if isinstance(m, FSDPModule) for p in m._get_fsdp_state()._fsdp_param_group.fsdp_params]
+    params = [p for m in model.modules() if isinstance(m, FSDPModule)
+        for p in m._get_fsdp_state()._fsdp_param_group.fsdp_params]
     def look(*_):
-        gathered = sum(4*p._unsharded_param.numel() for p in params if p.sharded_state.name == 'UNSHARDED')
-        moments = [m.to_local().nbytes for state in trainer.optimizer.state.values() for m in state.values() if m.ndim]
+        gathered = sum(4*p._unsharded_param.numel() for p in params
+            if p.sharded_state.name == 'UNSHARDED')
+        moments = [m.to_local().nbytes for state in trainer.optimizer.state.values()
+            for m in state.values() if m.ndim]
         found.append(dict(weights=sum(p.sharded_param.to_local().nbytes for p in params), copies=gathered, gradients=4*sum(map(whole_or_piece, params)), optimizer=sum(moments)))
     model.register_forward_hook(look)
     sharded.updates(trainer, 2)
-    return found[-1], memory(model.cfg, trainer.cfg, dist.world_size)._asdict(), 4*_largest_unit(sizes(model.cfg, trainer.cfg))
+    return found[-1], memory(model.cfg, trainer.cfg, dist.world_size)._asdict(), 4*largest_unit(sizes(model.cfg, trainer.cfg))
 
 
 @pytest.mark.parametrize('how',
@@ -144,8 +169,10 @@ def test_the_plan_is_what_a_rank_holds(how):
     "Weights, gradients and moments; the whole weights, of zero3 at most those of two blocks and the rest."
     for found, plan, exchanged in launch(lambda dist: held(dist, how), 2):
         if 'reduce_every_micro_batch' in how: plan['gradients'] -= exchanged
-        for part in ('weights', 'gradients', 'optimizer'): assert found[part] == pytest.approx(plan[part], rel=.02), part
-        assert found['copies'] <= 1.001*plan['copies'] and (how['sharding'] == 'zero3' or found['copies'] > .999*plan['copies'])
+        for part in ('weights', 'gradients', 'optimizer'):
+            assert found[part] == pytest.approx(plan[part], rel=.02), part
+        assert found['copies'] <= 1.001*plan['copies'] and (how['sharding'] == 'zero3'
+            or found['copies'] > .999*plan['copies'])
 
 
 def test_ranks_fail_together():
@@ -154,9 +181,12 @@ def test_ranks_fail_together():
         def out_of_order(name): raise UsageError(f'no {name}')
         model = sharded.new_model({})
         said = []
-        model.unread = Tensors({name: partial(out_of_order, name) for name in model.state_dict()})
+        model.unread = Tensors({name: partial(out_of_order, name)
+            for name in model.state_dict()})
         model = shard_model(model, dist, 'zero3')
-        for action in (lambda: read_rest(model, dist), lambda: use_whole(pieces_of(model), dist, lambda whole: out_of_order([whole[k] for k in whole][0].ndim))):
+        for action in (lambda: read_rest(model, dist),
+            lambda: use_whole(pieces_of(model), dist,
+            lambda whole: out_of_order([whole[k] for k in whole][0].ndim))):
             with pytest.raises(UsageError) as error: action()
             said.append(str(error.value))
         return said
@@ -176,14 +206,17 @@ def test_one_tensor_is_whole_at_a_time():
             alive.add(made.untyped_storage())
             most.append(len(alive))
             return made
-        model.unread = Tensors({name: partial(make, name) for name in values if not is_computed(name)})
+        model.unread = Tensors({name: partial(make, name) for name in values
+            if not is_computed(name)})
         model = read_rest(shard_model(model, dist, 'zero3'), dist)
         after = sharded.full_weights(model)
         reads = most[:]
         def write(whole):
-            for name in whole: alive.add(whole[name].untyped_storage()), most.append(len(alive))
+            for name in whole:
+                alive.add(whole[name].untyped_storage()), most.append(len(alive))
         use_whole(pieces_of(model), dist, write)
-        return max(reads), len(reads)-1, max(most), all(torch.equal(values[k], w) for k, w in after.items())
+        return max(reads), len(reads)-1, max(most), all(torch.equal(values[k], w)
+            for k, w in after.items())
     (most, reads, written, right), (_, none, _, _) = launch(seen, 2)
     assert right and most <= 2 and written <= 2 and reads > 40 and none == 0
 
@@ -202,12 +235,15 @@ def test_one_exchange_of_gradients_per_update():
     assert launch(exchanges, 2) == [[0], [0]]
 
 
-@pytest.mark.parametrize('name, ranks', [('whole', 1), ('zero2', 2), ('zero3', 2), ('zero2_offload', 2), ('zero3_offload', 2), ('zero2_of_4', 4)])
+@pytest.mark.parametrize('name, ranks',
+    [('whole', 1), ('zero2', 2), ('zero3', 2), ('zero2_offload', 2),
+    ('zero3_offload', 2), ('zero2_of_4', 4)])
 def test_files_of_a_checkpoint(out, facts, name, ranks):
     "One model, and of the optimizer, two moments in float32, a file for each rank that holds its share."
     folder = out/name/f'step_{HALF}'
     assert [p.name for p in folder.glob('*.safetensors')] == ['model.safetensors']
-    sizes = {p.name: p.stat().st_size for p in (folder/'optimizer').glob('*.safetensors')}
+    sizes = {p.name: p.stat().st_size
+        for p in (folder/'optimizer').glob('*.safetensors')}
     assert sorted(sizes) == [f'rank_{r}.safetensors' for r in range(ranks)]
     share = 8*facts[name]['parameters']/ranks
     assert share < max(sizes.values()) < 1.3*share+2e5  # names and places of the pieces
@@ -216,8 +252,9 @@ def test_files_of_a_checkpoint(out, facts, name, ranks):
 def test_a_sharded_checkpoint_in_one_process(out, facts):
     "Two ranks wrote it; here are none."
     found = sharded.continued(Dist(), out, 'zero2_to_1', 'zero2', {})
-    torch.testing.assert_close(torch.tensor(found['figures']), torch.tensor(facts['whole']['figures'][HALF:]),
-                               atol=2e-6, rtol=1e-6)
+    torch.testing.assert_close(torch.tensor(found['figures']),
+        torch.tensor(facts['whole']['figures'][HALF:]),
+        atol=2e-6, rtol=1e-6)
     assert apart(weights(out/'zero2_to_1.safetensors'), weights(out/'whole.safetensors')) < 1e-6
 
 
@@ -225,9 +262,11 @@ def test_a_sharded_checkpoint_in_one_process(out, facts):
 def test_text_only_updates_decay_nothing_that_looks_at_pictures(facts, how):
     "The second update changes the language model only; the third, with pictures on one rank of two, changes all."
     start, first, text, last = facts[f'text_{how}']
-    for part in ('vision_encoder.', 'MP.'): assert first[part] != start[part] and text[part] == first[part] and last[part] != text[part]
+    for part in ('vision_encoder.', 'MP.'):
+        assert first[part] != start[part] and text[part] == first[part] and last[part] != text[part]
     assert text['decoder.'] != first['decoder.']
-    for a, b in zip(facts['text_1_ddp'], facts[f'text_{how}']): assert b == pytest.approx(a, rel=1e-6)
+    for a, b in zip(facts['text_1_ddp'], facts[f'text_{how}']):
+        assert b == pytest.approx(a, rel=1e-6)
 
 
 def record(out, name):
@@ -239,7 +278,8 @@ def record(out, name):
 @pytest.mark.parametrize('name', ['ddp', 'zero2'])
 def test_resumed_on_more_ranks(out, name):
     "Four updates each on one rank, two and four, with no, two and one loader workers; zero2 as a DeepSpeed file says it."
-    (losses, samples, last), (was, were, then) = record(out, name), record(out, 'undisturbed')
+    (losses, samples, last), (was, were, then) = record(out, name), record(out,
+        'undisturbed')
     assert samples == were  # the same samples in the same order, in three epochs and a part of the fourth
     assert were[-1][:2] == (12, 3)
     assert losses == pytest.approx(was, abs=1e-6)

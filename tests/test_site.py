@@ -18,8 +18,10 @@ ADDRESS = 'https://nanovlm-nb.github.io/nanovlm_nb'
 def test_cells_import_or_compute(notebook):
     "nbdev runs cells with imports for the site; one that computes as well is run there too, and it warns."
     for c in cells(notebook, 'code'):
-        if re.match(r'#\| ?(exports?|default_exp)\b', c['source']) or re.search(r'^#\| ?eval: false', c['source'], re.M): continue
-        nodes = list(ast.walk(ast.parse(re.sub(r'^[%!].*$', '', c['source'], flags=re.M))))
+        if re.match(r'#\| ?(exports?|default_exp)\b', c['source']) or re.search(r'^#\| ?eval: false', c['source'], re.M):
+            continue
+        nodes = list(ast.walk(ast.parse(re.sub(r'^[%!].*$', '', c['source'],
+            flags=re.M))))
         imports = any(isinstance(n, (ast.Import, ast.ImportFrom)) for n in nodes)
         assert not (imports and any(isinstance(n, (ast.Expr, ast.Assign)) for n in nodes)), f'split cell {c["id"]}: imports, and what it computes'
 
@@ -30,7 +32,8 @@ def test_links_are_relative_and_lead_to_an_entry(tmp_path):
     "A preview and a fork work; a private name, a method without an entry and a name that several modules have are no links."
     link = '<a href="{}/b.html#{}"><code>{}</code></a>'.format
     (tmp_path/'sub').mkdir()
-    (tmp_path/'b.html').write_text('<p id="pack"></p><p id="main"></p>' + link(ADDRESS, 'main', 'main'))
+    (tmp_path/'b.html').write_text('<p id="pack"></p><p id="main"></p>' + link(ADDRESS,
+        'main', 'main'))
     (tmp_path/'sub'/'a.html').write_text(f'<link rel="canonical" href="{ADDRESS}/sub/a.html"><a href="{ADDRESS}">home</a><a href="https://x.org/b.html">x</a>'
                                          + link(ADDRESS, 'pack', 'pack') + link(ADDRESS, '_items', '_items') + link(ADDRESS, 'main', 'main'))
     (tmp_path/'index.html').write_text('<a href="sub/a.html"></a>')
@@ -57,20 +60,25 @@ def test_no_page_asks_another_host(tmp_path):
     finish(tmp_path, ADDRESS)
     assert style.read_text() == 'p{color:red}'
     assert page.read_text() == '<link rel="stylesheet" href="own.css"><a href="https://x.org/"><code>x</code></a><p>a <a href="b.html"><code>check_known</code></a>'
-    for part in ('<script async src="https://cdn.x.org/m.js"></script>', '<link href="//cdn.x.org/m.css" rel="stylesheet">', '<img alt="" src="http://cdn.x.org/m.png">',
-                 '<style>p{background:url("https://cdn.x.org/m.png")}</style>'):
+    for part in ('<script async src="https://cdn.x.org/m.js"></script>',
+        '<link href="//cdn.x.org/m.css" rel="stylesheet">',
+        '<img alt="" src="http://cdn.x.org/m.png">',
+        '<style>p{background:url("https://cdn.x.org/m.png")}</style>'):
         page.write_text(part)
-        with pytest.raises(SystemExit, match=re.escape("{'a.html': {'cdn.x.org'}}")): finish(tmp_path, ADDRESS)
+        with pytest.raises(SystemExit, match=re.escape("{'a.html': {'cdn.x.org'}}")):
+            finish(tmp_path, ADDRESS)
 
 
 def test_settings_are_a_page_of_tables():
     "No cell of the page shows its program: the tables are what is read."
-    assert all(c['source'].startswith(('#| echo: false\n', '#| hide\n')) for c in cells(ROOT/'nbs'/'tutorials'/'settings.ipynb', 'code'))
+    assert all(c['source'].startswith(('#| echo: false\n', '#| hide\n'))
+        for c in cells(ROOT/'nbs'/'tutorials'/'settings.ipynb', 'code'))
 
 
 # --- one click to run a page
 
-RUNNABLE = [p for p in NOTEBOOKS if (p.parent.name == 'tutorials' or p.name in COURSE) and cells(p, 'code')]
+RUNNABLE = [p for p in NOTEBOOKS if (p.parent.name == 'tutorials' or p.name in COURSE)
+    and cells(p, 'code')]
 
 
 def test_pages_of_course_and_tutorials_open_and_install_in_colab_and_kaggle():
@@ -90,6 +98,8 @@ def test_pages_of_course_and_tutorials_open_and_install_in_colab_and_kaggle():
         assert first == (f'[Open in Colab](https://colab.research.google.com/github/{at}) '
                          f'[Open in Kaggle](https://kaggle.com/kernels/welcome?src=https://github.com/{at})'), page
         assert page in committed
-        read = sorted({m for c in code for m in re.findall(r"'(?:\.\./)+(tests/[^']+)'", c['source'])})
-        wanted = [f'pip install -q "nanovlm_nb[test] @ git+{own["git_url"]}@{branch}"', *(f'wget -qP ../{Path(f).parent} https://raw.githubusercontent.com/{repository}/{branch}/{f}' for f in read)]
+        read = sorted({m for c in code
+            for m in re.findall(r"'(?:\.\./)+(tests/[^']+)'", c['source'])})
+        wanted = [f'pip install -q "nanovlm_nb[test] @ git+{own["git_url"]}@{branch}"',
+            *(f'wget -qP ../{Path(f).parent} https://raw.githubusercontent.com/{repository}/{branch}/{f}' for f in read)]
         assert code[0]['source'].split('\n!')[1:] == [f'{where}{w}; fi'[1:] for w in wanted], page

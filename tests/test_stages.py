@@ -32,19 +32,24 @@ def line(cwd, name, word):
 
 def changed(cwd, name, last=6):
     "Names of the tensors that training has changed."
-    before, after = (load_file(cwd/'checkpoints'/name/f'step_{n}'/'model.safetensors') for n in (0, last))
+    before, after = (load_file(cwd/'checkpoints'/name/f'step_{n}'/'model.safetensors')
+        for n in (0, last))
     assert before.keys() == after.keys()
     return {k for k in before if not torch.equal(before[k], after[k])}
 
 
-def close(a, b, rel): assert [x for u in a for x in u] == pytest.approx([x for u in b for x in u], rel=rel)
+def close(a, b, rel):
+    assert [x for u in a for x in u] == pytest.approx([x for u in b for x in u],
+        rel=rel)
 
 
 # --- freezing
 
 def test_projector_alone_on_two_ranks(tmp_path):
-    for name, ranks, more in (('dropout', 1, DROPOUT), ('alone', 1, []), ('shared', 2, ['--batch_size', 1])):
-        train([*SMALL, *more, '--run_name', name, '--lr_backbones', 0], tmp_path, ranks=ranks)
+    for name, ranks, more in (('dropout', 1, DROPOUT), ('alone', 1, []),
+        ('shared', 2, ['--batch_size', 1])):
+        train([*SMALL, *more, '--run_name', name, '--lr_backbones', 0], tmp_path,
+            ranks=ranks)
         assert changed(tmp_path, name) == {'MP.proj.weight'}
         assert line(tmp_path, name, 'trainable') == 'trainable: 0.004 M of 0.051 M (MP 0.004)'
     assert losses(tmp_path, 'dropout') == losses(tmp_path, 'alone'), 'dropout of frozen towers is off, after validations too'
@@ -54,7 +59,8 @@ def test_projector_alone_on_two_ranks(tmp_path):
 def test_last_blocks_alone(tmp_path):
     train([*SMALL, '--run_name', 'last', '--lm_n_blocks', 3, '--lr_mp', 0, '--lr_vision_backbone', 0, '--language_last_blocks', 2], tmp_path)
     names = changed(tmp_path, 'last')
-    assert {'.'.join(k.split('.')[:3]) for k in names} == {'decoder.blocks.1', 'decoder.blocks.2'}
+    assert {'.'.join(k.split('.')[:3]) for k in names} == {'decoder.blocks.1',
+        'decoder.blocks.2'}
     assert len(names) == 2*9, 'four matrices of attention, three of the MLP, two norms'
 
 
@@ -63,7 +69,8 @@ def test_other_parts_are_another_optimizer(tmp_path):
     train([*first, '--max_training_steps', 3], tmp_path)
     train([*first, '--resume', 'True', '--lr_mp', 1e-4], tmp_path)
     assert len(losses(tmp_path, 'r')) == 6, 'another rate is no obstacle'
-    thawed = [*SMALL, '--run_name', 'r', '--resume', 'True', '--lr_vision_backbone', 1e-4,
+    thawed = [*SMALL, '--run_name', 'r', '--resume', 'True', '--lr_vision_backbone',
+        1e-4,
               '--max_training_steps', 8]
     refused = train(thawed, tmp_path, check=False)
     assert refused.returncode and "cannot resume: parts that train: {'MP': 'all', 'decoder': 'all'} ->" in refused.stderr
@@ -88,7 +95,8 @@ def loss_and_gradients(vlm, recompute, **compiling):
     rng = torch.Generator().manual_seed(0)
     ids = torch.randint(5, 300, (2, 40), generator=rng)
     ids[:, 3:19] = vlm.image_token_id
-    images = [[torch.randint(0, 256, (1, 3, 64, 64), dtype=torch.uint8, generator=rng)] for _ in range(2)]
+    images = [[torch.randint(0, 256, (1, 3, 64, 64), dtype=torch.uint8, generator=rng)]
+        for _ in range(2)]
     torch.manual_seed(0)
     model = VisionLanguageModel(vlm, load_backbone=False).train()
     compile_blocks(model, **compiling)
@@ -96,17 +104,20 @@ def loss_and_gradients(vlm, recompute, **compiling):
     torch.manual_seed(1)
     loss = model(ids, images, targets=ids.clamp(max=300), doc_lens=[[40], [19, 21]])[1]
     loss.backward()
-    with torch.no_grad(): return [loss.detach(), *(p.grad for p in model.parameters())], [model.eval()(ids, images)[0] for _ in range(2)]
+    with torch.no_grad():
+        return [loss.detach(), *(p.grad for p in model.parameters())], [model.eval()(ids, images)[0] for _ in range(2)]
 
 
 @pytest.mark.usefixtures('one_thread', 'quick_inductor')
 @pytest.mark.parametrize('use_moe, dropout, backend', [(True, 0., 'aot_eager'), pytest.param(False, .1, 'inductor', marks=pytest.mark.slow)])  # aot_eager fails on dropout in training
 def test_recomputed_blocks_of_a_compiled_model(use_moe, dropout, backend):
     "Loss and gradients are those of a model that keeps what it needs; a model that is asked drops nothing."
-    vlm = evolve(preset('shapes')[0], use_moe=use_moe, vit_dropout=dropout, lm_dropout=dropout,
-                 vit_n_blocks=2, lm_n_blocks=2)
+    vlm = evolve(preset('shapes')[0], use_moe=use_moe, vit_dropout=dropout,
+        lm_dropout=dropout,
+        vit_n_blocks=2, lm_n_blocks=2)
     (once, said), (again, said_again) = (loss_and_gradients(vlm, recompute, backend=backend) for recompute in (False, True))
-    assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-7) for a, b in zip(once, again, strict=True))
+    assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-7)
+        for a, b in zip(once, again, strict=True))
     assert torch.equal(*said) and torch.equal(*said_again)
 
 
@@ -115,9 +126,11 @@ def test_recomputed_blocks_of_a_compiled_model(use_moe, dropout, backend):
 def test_experts_on_one_rank_and_two(tmp_path):
     moe = [*SMALL, '--use_moe', 'True', '--moe_experts', 3, '--lm_n_blocks', 2]
     train([*moe, '--run_name', 'one', '--ask_samples', 2], tmp_path)
-    train([*moe, '--run_name', 'two', '--gradient_accumulation_steps', 1], tmp_path, ranks=2)
+    train([*moe, '--run_name', 'two', '--gradient_accumulation_steps', 1], tmp_path,
+        ranks=2)
     train([*moe, '--run_name', 'unweighted', '--moe_aux_weight', 0, '--max_training_steps', 1], tmp_path)
-    shutil.copytree(tmp_path/'checkpoints'/'one'/'step_3', tmp_path/'checkpoints'/'resumed'/'step_3')
+    shutil.copytree(tmp_path/'checkpoints'/'one'/'step_3',
+        tmp_path/'checkpoints'/'resumed'/'step_3')
     train([*moe, '--run_name', 'resumed', '--resume', 'True'], tmp_path)
     close(losses(tmp_path, 'one'), losses(tmp_path, 'two'), 1e-5)
     assert losses(tmp_path, 'one')[0][0]-losses(tmp_path, 'unweighted')[0][0] == pytest.approx(.1*2, rel=.1), 'two blocks, each almost balanced'
@@ -158,9 +171,11 @@ def test_minimind_stage(tmp_path, use_moe):
     torch.manual_seed(0)
     siglip = tmp_path/'siglip'
     SiglipVisionModel(SiglipVisionConfig(hidden_size=32, intermediate_size=128, num_hidden_layers=1, num_attention_heads=2, image_size=64, patch_size=16)).save_pretrained(siglip)
-    flags = [*SMALL, '--vit_model_type', siglip, '--vit_img_size', 64, '--vit_patch_size', 16,
+    flags = [*SMALL, '--vit_model_type', siglip, '--vit_img_size', 64,
+        '--vit_patch_size', 16,
              '--max_img_size', 64, '--lm_base_vocab_size', 448,
-             '--lm_tokenizer', 'shapes', '--train_dataset_path', 'shapes', '--use_moe', use_moe,
+             '--lm_tokenizer', 'shapes', '--train_dataset_path', 'shapes', '--use_moe',
+             use_moe,
              '--batch_size', 4, '--gradient_accumulation_steps', 1]
     start = ['--preset', 'minimind_ddp', *flags]
     vlm, _, _ = parse_args([str(a) for a in start])
@@ -174,10 +189,12 @@ def test_minimind_stage(tmp_path, use_moe):
     trained = VisionLanguageModel.from_pretrained(run_dir/'step_6').decoder.state_dict()
     assert all(torch.equal(trained[k][:len(w)], w.float()) for k, w in theirs.items())
     if use_moe: return
-    train([*start, '--run_name', 'r', '--resume', 'True', '--max_training_steps', 8], tmp_path, ranks=2)
+    train([*start, '--run_name', 'r', '--resume', 'True', '--max_training_steps', 8],
+        tmp_path, ranks=2)
     assert len(losses(tmp_path, 'r')) == 8, 'the same command goes on'
     exported = nanovlm(['runs', run_dir, '--pth', 'out'], tmp_path).stdout.splitlines()[0]
-    assert exported == str(file.relative_to(tmp_path)).replace('lm_32', 'pretrain_vlm_32')
+    assert exported == str(file.relative_to(tmp_path)).replace('lm_32',
+        'pretrain_vlm_32')
     train([*start, '--run_name', 'next', '--load_from', exported, '--max_training_steps', 1], tmp_path)
     best = VisionLanguageModel.from_pretrained(run_dir/(run_dir/'best_checkpoint').read_text().strip()).state_dict()
     begun = VisionLanguageModel.from_pretrained(tmp_path/'checkpoints'/'next'/'step_0').state_dict()
@@ -186,7 +203,8 @@ def test_minimind_stage(tmp_path, use_moe):
 
 # --- the projector first
 
-PROJECTOR = [*SMALL, '--projector_steps', 3, '--save_interval', 1, '--max_keep_ckpts', -1]
+PROJECTOR = [*SMALL, '--projector_steps', 3, '--save_interval', 1, '--max_keep_ckpts',
+    -1]
 
 
 def test_the_projector_alone_then_all(tmp_path):
@@ -194,7 +212,8 @@ def test_the_projector_alone_then_all(tmp_path):
     train([*PROJECTOR, '--run_name', 'two'], tmp_path)
     train([*SMALL, '--run_name', 'alone', '--lr_backbones', 0], tmp_path)
     assert changed(tmp_path, 'two', 3) == {'MP.proj.weight'} and losses(tmp_path, 'two')[:3] == losses(tmp_path, 'alone')[:3]
-    assert {name.split('.')[0] for name in changed(tmp_path, 'two')} == {'MP', 'decoder', 'vision_encoder'}
+    assert {name.split('.')[0] for name in changed(tmp_path, 'two')} == {'MP',
+        'decoder', 'vision_encoder'}
     assert [u['lr_decoder'] > 0 for u in updates(tmp_path/'checkpoints'/'two')] == [False]*3+[True]*3
     assert line(tmp_path, 'two', 'projector_steps') == 'projector_steps 3: the projector begins alone, the backbones follow'
     train([*PROJECTOR[:-6], '--projector_steps', .5, '--run_name', 'ranks', '--batch_size', 1, '--sharding', 'zero2'], tmp_path, ranks=2)
@@ -205,7 +224,8 @@ def test_the_projector_alone_then_all(tmp_path):
 def test_a_run_in_two_stages_resumes(tmp_path, step):
     "From a checkpoint in either stage, and from the last of the first, everything is as without a break."
     train([*PROJECTOR, '--run_name', 'r'], tmp_path)
-    shutil.copytree(tmp_path/'checkpoints'/'r'/f'step_{step}', tmp_path/'checkpoints'/'again'/f'step_{step}')
+    shutil.copytree(tmp_path/'checkpoints'/'r'/f'step_{step}',
+        tmp_path/'checkpoints'/'again'/f'step_{step}')
     train(['--run_name', 'again', '--resume', 'True'], tmp_path)
     assert record(tmp_path/'checkpoints'/'again')[1] == record(tmp_path/'checkpoints'/'r')[1]
     assert losses(tmp_path, 'again') == losses(tmp_path, 'r')[step:]

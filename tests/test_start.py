@@ -21,9 +21,10 @@ RUN = [*TINY[16:], '--max_training_steps', '1', '--eval_in_epochs', 'False', '--
 SIZES = TINY[:16]
 #: kind of start -> flags; each is given to the run and to what foretells it
 STARTS = dict(random=SIZES, checkpoint=['--load_from', 'checkpoints/first/step_1'],
-              pth=[*SIZES, '--load_from', 'out/pretrain_vlm_32.pth'],
-              backbones=['--vlm_load_backbone_weights', 'True', '--vit_model_type', 'vit', '--lm_model_type', 'lm'],
-              deepspeed=[*SIZES, '--deepspeed_config', 'ds.json'])
+    pth=[*SIZES, '--load_from', 'out/pretrain_vlm_32.pth'],
+    backbones=['--vlm_load_backbone_weights', 'True', '--vit_model_type',
+        'vit', '--lm_model_type', 'lm'],
+    deepspeed=[*SIZES, '--deepspeed_config', 'ds.json'])
 
 
 @pytest.fixture(scope='module')
@@ -44,7 +45,8 @@ def place(tmp_path_factory):
 def trained(kind: str) -> tuple[VisionLanguageModel, tuple]:
     "The model that a run of one update leaves, and the configurations that it used."
     name = 'first' if kind == 'random' else kind
-    if name == kind: assert nanovlm(['train', *RUN, *STARTS[kind], '--run_name', kind]) == 0
+    if name == kind:
+        assert nanovlm(['train', *RUN, *STARTS[kind], '--run_name', kind]) == 0
     return VisionLanguageModel.from_pretrained(f'checkpoints/{name}/step_1'), load_yaml(f'checkpoints/{name}/config.yaml')
 
 
@@ -62,19 +64,24 @@ def test_the_plan_counts_the_parameters_of_the_run(kind, place, monkeypatch):
 # --- what was given is what runs
 
 #: field -> its section, its value in the file, and as a flag. The first follows a checkpoint unless it is given, the others never do
-VALUES = dict(lm_dropout=('vlm', .1, .2), lm_max_length=('vlm', 4500, 5000), lr_mp=('train', .03, .04))
+VALUES = dict(lm_dropout=('vlm', .1, .2), lm_max_length=('vlm', 4500, 5000),
+    lr_mp=('train', .03, .04))
 
 
-@pytest.mark.parametrize('in_file, flag, checkpoint', list(itertools.product((False, True), repeat=3)))
+@pytest.mark.parametrize('in_file, flag, checkpoint',
+    list(itertools.product((False, True), repeat=3)))
 @pytest.mark.parametrize('named', [None, 'nanovlm'])
-def test_what_was_given_is_what_runs(named, in_file, flag, checkpoint, place, tmp_path, monkeypatch):
+def test_what_was_given_is_what_runs(named, in_file, flag, checkpoint, place, tmp_path,
+    monkeypatch):
     "Flag before file before checkpoint before preset, also where the value given is that of a preset; a size that the weights do not have is refused."
     monkeypatch.chdir(place)
     words = ['--preset', named] if named else []
     if in_file:
         (tmp_path/'c.yaml').write_text(''.join(f'{section}: {{{", ".join(f"{n}: {v[1]}" for n, v in VALUES.items() if v[0] == section)}}}\n' for section in ('vlm', 'train')))
         words += ['--config', str(tmp_path/'c.yaml')]
-    if flag: words += [word for name, (*_, value) in VALUES.items() for word in (f'--{name}', str(value))]
+    if flag:
+        words += [word for name, (*_, value) in VALUES.items()
+            for word in (f'--{name}', str(value))]
     words += ['--load_from', 'checkpoints/first/step_1'] if checkpoint else ['--vlm_load_backbone_weights', 'False']
     def start(*more): return resolve_start(*parse_args([*words, *more])[:2])
     saved = VLMConfig.load('checkpoints/first/step_1')
@@ -83,22 +90,31 @@ def test_what_was_given_is_what_runs(named, in_file, flag, checkpoint, place, tm
     for name, (_, file, value) in VALUES.items():
         base = saved.lm_dropout if checkpoint and name == 'lm_dropout' else presets[name]
         assert getattr(found_train if name == 'lr_mp' else found_vlm, name) == (value if flag else file if in_file else base), name
-    assert found_vlm.max_img_size == (saved.max_img_size if checkpoint else presets['max_img_size'])
-    assert found_vlm.lm_hidden_dim == (saved.lm_hidden_dim if checkpoint else presets['lm_hidden_dim'])
+    assert found_vlm.max_img_size == (saved.max_img_size
+        if checkpoint else presets['max_img_size'])
+    assert found_vlm.lm_hidden_dim == (saved.lm_hidden_dim
+        if checkpoint else presets['lm_hidden_dim'])
     if not checkpoint: return
-    with pytest.raises(ValueError, match=f'lm_n_blocks is 32, but .* was trained with {saved.lm_n_blocks}'): start('--lm_n_blocks', '32')
+    with pytest.raises(ValueError,
+        match=f'lm_n_blocks is 32, but .* was trained with {saved.lm_n_blocks}'):
+        start('--lm_n_blocks', '32')
 
 
 # Going on with a name alone
 
 def settings(run):
-    return {name: value for cfg in load_yaml(f'{run}/config.yaml') for name, value in cfg.to_dict().items()}
+    return {name: value for cfg in load_yaml(f'{run}/config.yaml')
+        for name, value in cfg.to_dict().items()}
 
 
-MORE = dict(yaml=['--config', 'mine.yaml'], vlm=['--resume_from_vlm_checkpoint', 'True', '--vlm_checkpoint_path', 'checkpoints/first/step_1', '--lr_mp', '0.004'])
+MORE = dict(yaml=['--config', 'mine.yaml'],
+    vlm=['--resume_from_vlm_checkpoint', 'True', '--vlm_checkpoint_path',
+    'checkpoints/first/step_1', '--lr_mp', '0.004'])
 
 
-@pytest.mark.parametrize('kind', [k if k in ('checkpoint', 'backbones') else pytest.param(k, marks=pytest.mark.slow) for k in [*STARTS, *MORE]])
+@pytest.mark.parametrize('kind',
+    [k if k in ('checkpoint', 'backbones') else pytest.param(k, marks=pytest.mark.slow)
+    for k in [*STARTS, *MORE]])
 def test_a_name_and_resume_are_enough(kind, place, monkeypatch):
     "Whatever a run began with, and a run that was renamed: what is not given is as it was. What only said where to look is not taken over."
     monkeypatch.chdir(place)
@@ -127,14 +143,18 @@ def test_weights_of_another_run_and_a_return(place, monkeypatch):
 
 
 #: kind of start -> what is gone before its second start
-GONE = dict(checkpoint='checkpoints/first', pth='out', backbones='lm', vlm='checkpoints/first')
+GONE = dict(checkpoint='checkpoints/first', pth='out', backbones='lm',
+    vlm='checkpoints/first')
 
 
-@pytest.mark.parametrize('kind', [k if k in ('checkpoint', 'vlm') else pytest.param(k, marks=pytest.mark.slow) for k in GONE])
+@pytest.mark.parametrize('kind',
+    [k if k in ('checkpoint', 'vlm') else pytest.param(k, marks=pytest.mark.slow)
+    for k in GONE])
 def test_the_same_command_serves_every_start(kind, place, monkeypatch):
     "Weights to begin with, and what only says where they are, are not looked at by the second start: they may be gone. The command is the same, and so are its sizes."
     monkeypatch.chdir(place)
-    command = ['train', *RUN, *(STARTS | MORE)[kind], '--run_name', f'{kind}-job', '--resume', 'True',
+    command = ['train', *RUN, *(STARTS | MORE)[kind], '--run_name', f'{kind}-job',
+        '--resume', 'True',
                '--max_training_steps', '2']
     assert nanovlm([*command[:-1], '1']) == 0
     before = settings(f'checkpoints/{kind}-job')
@@ -164,7 +184,8 @@ def test_a_copied_checkpoint_continues_its_run(adapters, place, monkeypatch):
     finally: away.rename(whole)
     assert f'what was not given is as in {new}/step_2/trainer_state.json' in (new/'train.log').read_text()
     (figures, weights), (wanted, same) = record(new), record(whole)
-    assert weights == same and [f for f in figures if 'batch_loss' in f] == [f for f in wanted if 'batch_loss' in f and f['step'] > 2]
+    assert weights == same and [f for f in figures if 'batch_loss' in f] == [f
+        for f in wanted if 'batch_loss' in f and f['step'] > 2]
 
 
 def test_a_run_outlives_the_run_that_it_began_with(place, monkeypatch):
@@ -172,6 +193,7 @@ def test_a_run_outlives_the_run_that_it_began_with(place, monkeypatch):
     monkeypatch.chdir(place)
     assert nanovlm(['train', *RUN, '--load_from', 'checkpoints/first', '--run_name', 'heir']) == 0
     away = Path('checkpoints/first').rename('away')
-    try: assert nanovlm(['train', '--run_name', 'heir', '--resume', 'True', '--max_training_steps', '2']) == 0
+    try:
+        assert nanovlm(['train', '--run_name', 'heir', '--resume', 'True', '--max_training_steps', '2']) == 0
     finally: away.rename('checkpoints/first')
     assert [u['step'] for u in updates('checkpoints/heir')] == [1, 2]

@@ -17,7 +17,8 @@ from nanovlm_nb.core.dist import Dist
 from nanovlm_nb.training.precision import amp_dtype
 from nanovlm_nb.runs.run import run as train_here
 
-FLAGS = [*TINY, '--run_name', 'r', '--save_interval', '2', '--eval_interval', '4', '--ask_samples', '0',
+FLAGS = [*TINY, '--run_name', 'r', '--save_interval', '2', '--eval_interval', '4',
+    '--ask_samples', '0',
          '--max_training_steps', '8', '--console_line', 'minimind']
 
 
@@ -27,12 +28,15 @@ def watched(tmp_path_factory):
     cwd = tmp_path_factory.mktemp('watched')
     run = cwd/'checkpoints'/'r'
     args, env = start_of([sys.executable, '-m', 'nanovlm_nb.train', *FLAGS])
-    with open(cwd/'stderr', 'wb') as errors: process = subprocess.Popen(args, cwd=cwd, env=env, stdout=subprocess.DEVNULL, stderr=errors)
+    with open(cwd/'stderr', 'wb') as errors:
+        process = subprocess.Popen(args, cwd=cwd, env=env, stdout=subprocess.DEVNULL,
+            stderr=errors)
     deadline = time.monotonic()+180
     while not (run/LOCK).exists():
         assert process.poll() is None and time.monotonic() < deadline, (cwd/'stderr').read_text()
         time.sleep(.01)
-    with contextlib.redirect_stdout(io.StringIO()) as out: code = main(['runs', str(run), '--follow'])
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        code = main(['runs', str(run), '--follow'])
     assert process.wait(60) == 0 and code == 0
     return run, out.getvalue().splitlines()
 
@@ -44,8 +48,10 @@ def test_each_checkpoint_and_figure_is_a_line_and_so_is_the_end(watched):
     told = said[said.index(f'no checkpoint in {run}')+1:-1]
     whole = (run/'train.log').read_text().splitlines()
     assert told == whole[-len(told):]
-    assert re.findall(r'checkpoint (step_\d+)$', '\n'.join(said), re.M) == ['step_0', 'step_2', 'step_4', 'step_6', 'step_8']
-    assert re.findall(r'update (\d+): validation loss', '\n'.join(said)) == ['0', '4', '8']
+    assert re.findall(r'checkpoint (step_\d+)$', '\n'.join(said), re.M) == ['step_0',
+        'step_2', 'step_4', 'step_6', 'step_8']
+    assert re.findall(r'update (\d+): validation loss', '\n'.join(said)) == ['0', '4',
+        '8']
 
 
 def test_updates_are_shown_as_minimind_does(watched):
@@ -54,10 +60,12 @@ def test_updates_are_shown_as_minimind_does(watched):
 
 
 def test_a_run_says_where_it_is_what_it_trains_and_what_there_is_at_its_end(watched):
-    text = re.sub(r'^\S+ \S+ INFO ', '', (watched[0]/'train.log').read_text(), flags=re.M)
+    text = re.sub(r'^\S+ \S+ INFO ', '', (watched[0]/'train.log').read_text(),
+        flags=re.M)
     first = text.partition('update 0: ')[0].splitlines()
     last = text.splitlines()[-3:]
-    assert first[:2] == ['reading shapes', f'checkpoints/r: {re.search("[0-9.]+ M", text)[0]} parameters, 1 x cpu, {amp_dtype(torch.device("cpu"))}']
+    assert first[:2] == ['reading shapes',
+        f'checkpoints/r: {re.search("[0-9.]+ M", text)[0]} parameters, 1 x cpu, {amp_dtype(torch.device("cpu"))}']
     assert 'figures: checkpoints/r/log.jsonl, nothing is sent' in first and 'rows: 200 for training and 16 for validation; 8 updates' in first
     assert not any('max_keep_ckpts' in line for line in first), 'no advice about the disk for a model of a megabyte'
     assert last[0].startswith('best checkpoint: checkpoints/r/step_') and last[2].startswith('ask it: nanovlm ask checkpoints/r --image PICTURE --prompt ')
@@ -67,7 +75,8 @@ def test_a_resumed_start_says_where_from_what_changed_and_how_the_learning_rate_
     run, _ = watched
     before = len((run/'train.log').read_text())
     monkeypatch.chdir(run.parent.parent)
-    vlm_cfg, train_cfg, _ = parse_args([*FLAGS, '--resume', 'True', '--max_training_steps', '10', '--weight_decay', '.5'])
+    vlm_cfg, train_cfg, _ = parse_args([*FLAGS, '--resume', 'True',
+        '--max_training_steps', '10', '--weight_decay', '.5'])
     train_here(vlm_cfg, train_cfg, dist=Dist())
     text = (run/'train.log').read_text()[before:]
     assert re.search(r'Auto resumed from the latest checkpoint \S*step_8\.', text)

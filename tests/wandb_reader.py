@@ -48,6 +48,7 @@ def read_wandb(run_dir) -> SimpleNamespace:
             run.config |= values(record.run.config.update)
         elif kind == 'config': run.config |= values(record.config.update)
         elif kind == 'history': run.history.append(values(record.history.item))
-        elif kind == 'metric': run.x_axes[record.metric.glob_name or record.metric.name] = record.metric.step_metric
+        elif kind == 'metric':
+            run.x_axes[record.metric.glob_name or record.metric.name] = record.metric.step_metric
         elif kind == 'exit': run.exit_code = record.exit.exit_code
     return run

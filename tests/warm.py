@@ -11,7 +11,8 @@ import socket
 import sys
 from contextlib import suppress
 
-PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1,
+    signal.SIGUSR2)
 IMPORTED = ('torch._dynamo', 'torch.distributed.run', 'torch.distributed.checkpoint', 'wandb', 'matplotlib.pyplot')  # and all of the package
 
 
@@ -25,13 +26,15 @@ class Warm:
         self.folder = tempfile.TemporaryDirectory(prefix='warm')
         address = f'{os.path.basename(self.folder.name)}-{os.getpid()}'
         self.python = f'{self.folder.name}/python' # no file: its path may have 107 characters
-        with open(self.python, 'w') as f: f.write(f'#!/bin/sh\nexec {sys.executable} -IS {os.path.abspath(__file__)} ask {address} "$@"\n')
+        with open(self.python, 'w') as f:
+            f.write(f'#!/bin/sh\nexec {sys.executable} -IS {os.path.abspath(__file__)} ask {address} "$@"\n')
         os.chmod(self.python, 0o755)
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(f'\0{address}')
             listener.listen(64)
             self.server = subprocess.Popen([sys.executable, os.path.abspath(__file__), 'serve', str(listener.fileno())], env=env, stdin=subprocess.PIPE,
-                                           pass_fds=[listener.fileno()], start_new_session=True)
+                                           pass_fds=[listener.fileno()],
+                                           start_new_session=True)
 
     def close(self):
         "End the server, and wait for it, so that its time counts as that of this process's children."
@@ -55,7 +58,8 @@ def ask(address, args):
     found = conn.recv(4)
     status = int.from_bytes(found, 'big') if found else signal.SIGKILL  # no answer: the server is gone
     if not os.WIFSIGNALED(status): os._exit(os.WEXITSTATUS(status))
-    if os.WTERMSIG(status) != signal.SIGKILL: signal.signal(os.WTERMSIG(status), signal.SIG_DFL)
+    if os.WTERMSIG(status) != signal.SIGKILL:
+        signal.signal(os.WTERMSIG(status), signal.SIG_DFL)
     os.kill(os.getpid(), os.WTERMSIG(status))
 
 
@@ -68,14 +72,18 @@ def load():
     import io
     import pkgutil
     import nanovlm_nb
-    for name in (*IMPORTED, *(m.name for m in pkgutil.walk_packages(nanovlm_nb.__path__, 'nanovlm_nb.'))): importlib.import_module(name)
+    for name in (*IMPORTED,
+        *(m.name for m in pkgutil.walk_packages(nanovlm_nb.__path__, 'nanovlm_nb.'))):
+        importlib.import_module(name)
     importlib.import_module('transformers').AutoTokenizer  # knows every model there is: a second to import
     nanovlm_nb.core.settings.SettingsParser()
     nanovlm_nb.data.shapes._conversations()  # and what else is the same in many runs, and kept once it is known: texts, the rows of TINY in commands.py, fonts
-    for rows in (200, 'train', 0), (16, 'validation', 0): nanovlm_nb.data.shapes.shapes_dataset(*rows)
+    for rows in (200, 'train', 0), (16, 'validation', 0):
+        nanovlm_nb.data.shapes.shapes_dataset(*rows)
     nanovlm_nb.core.plots.plot_curves([dict(step=n, batch_loss=6-n/10, val_loss=6, lr_mp=10.**-n, grad_norm=n) for n in range(7)], io.BytesIO())  # ticks are measured for the size in which they are saved
     gc.freeze()  # so that forks share what is here until they change it
-    threads = {open(f'/proc/self/task/{t}/comm').read().strip() for t in os.listdir('/proc/self/task') if int(t) != os.getpid()}
+    threads = {open(f'/proc/self/task/{t}/comm').read().strip()
+        for t in os.listdir('/proc/self/task') if int(t) != os.getpid()}
     assert threads <= {'jemalloc_bg_thd'}, f'imports have started {threads}'  # the one of pyarrow, which minds forks
 
 
@@ -97,7 +105,9 @@ def become(fds, cwd, args, env, search):
     for to, fd in enumerate(fds): os.dup2(fd, to)
     for fd in fds: os.close(fd)
     os.setsid()
-    for s in PASSED_ON: signal.signal(s, signal.default_int_handler if s == signal.SIGINT else signal.SIG_DFL)
+    for s in PASSED_ON:
+        signal.signal(s,
+            signal.default_int_handler if s == signal.SIGINT else signal.SIG_DFL)
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)
@@ -107,8 +117,9 @@ def become(fds, cwd, args, env, search):
     for stream in (sys.stdout, sys.stderr): stream.reconfigure(write_through=True)
     while args[0] == '-u': args = args[1:]
     kind, (what, *rest) = (args[0], args[1:]) if args[0] in ('-m', '-c') else ('', args)
-    sys.path[:] = [{'-m': cwd, '-c': ''}.get(kind, os.path.dirname(os.path.abspath(what))),
-                   *filter(None, env.get('PYTHONPATH', '').split(':')), *search]
+    sys.path[:] = [{'-m': cwd, '-c': ''}.get(kind,
+            os.path.dirname(os.path.abspath(what))),
+        *filter(None, env.get('PYTHONPATH', '').split(':')), *search]
     sys.argv = [kind or what, *rest]
     main = sys.modules['__main__'] = types.ModuleType('__main__')
     warnings.filterwarnings('ignore', '.*found in sys.modules', RuntimeWarning)
@@ -149,7 +160,9 @@ def serve(listener, search):
                 conn = listener.accept()[0]
                 fds, wanted = request(conn)
                 if wanted and (pid := os.fork()) == 0:
-                    for f in (choose, listener, conn, *(c for _, c, _ in jobs.values())): f.close()
+                    for f in (choose, listener, conn,
+                        *(c for _, c, _ in jobs.values())):
+                        f.close()
                     for end in {end for _, _, end in jobs.values()}: os.close(end)
                     return become(fds, *wanted, search)
                 for fd in fds: os.close(fd)

@@ -78,7 +78,8 @@ def standard_processor(model:VisionLanguageModel)->ImageProcessor: # of the libr
     "Returns what cuts pictures for a model; a UsageError if its run had an image processor of its own."
     folder = model.folder
     parts = own_parts_of(folder.parent) if folder else ()
-    require('processor' not in parts, f'{folder} was trained with an image processor of its own: bring it in '
+    require('processor' not in parts,
+        f'{folder} was trained with an image processor of its own: bring it in '
         'Python, load(checkpoint, processor=...); commands and exports do not have it')
     return image_processor_of(model.cfg, ())
 
@@ -124,8 +125,10 @@ class Asker:
         if not images: return [],''
         tiles,grids = zip(*map(self.image_processor, images))
         rules = self.model.cfg.mp_image_token_length,self.image_processor.convention
-        if self.numbered: return [*tiles],image_strings(self.tokenizer, [*grids], *rules)
-        return [*tiles],''.join(image_strings(self.tokenizer, [grid], *rules)[0] for grid in grids)
+        if self.numbered:
+            return [*tiles],image_strings(self.tokenizer, [*grids], *rules)
+        return [*tiles],''.join(image_strings(self.tokenizer, [grid], *rules)[0]
+            for grid in grids)
 
     def prompt(self, images:Iterable[Image.Image], # may be empty
         question:str|list[dict], # plain text, or turns of which the last has no 'assistant'
@@ -146,7 +149,8 @@ class Asker:
     def ends(self, stop:Sequence[str|int]=(), # texts and token ids that end an answer
     )->tuple[list[str],list[int]]: # texts; token ids, the tokenizer's end token first
         "Returns what ends an answer; a text that is a special token counts as its id."
-        special = dict(zip(self.tokenizer.all_special_tokens, self.tokenizer.all_special_ids))
+        special = dict(zip(self.tokenizer.all_special_tokens,
+            self.tokenizer.all_special_ids))
         texts = []
         tokens = []
         for end in (self.tokenizer.eos_token_id, *stop):
@@ -172,7 +176,8 @@ class Asker:
         ids,mask = left_pad(prompts, self.tokenizer.pad_token_id, self.device)
         texts,tokens = self.ends(stop)
         streams = TextStreams(self.tokenizer, len(questions), texts, tokens)
-        for _ in self.model.stream(ids, list(tiles), mask, max_new_tokens, eos_token_id=tokens,
+        for _ in self.model.stream(ids, list(tiles), mask, max_new_tokens,
+            eos_token_id=tokens,
                                    ended=streams, **self.sampling(sampling)):
             yield streams
         streams.finish()
@@ -184,7 +189,8 @@ class Asker:
         **sampling, # `temperature`, `top_k` and others of `sample`; greedy when nothing is given
     )->Iterator[list[str]]: # what each answer adds to its text, without special tokens
         "Answers several questions in one batch, piece by piece."
-        for streams in self._streams(questions, max_new_tokens, stop, shorten, sampling):
+        for streams in self._streams(questions, max_new_tokens, stop, shorten,
+            sampling):
             yield streams.pieces
 
     def __call__(self, questions:list[tuple]|Image.Image, # see `stream`; or a picture, its question behind it
@@ -213,7 +219,8 @@ class Asker:
     )->Reply: # the text; Jupyter shows it beside the pictures
         "Answers one question, freely or with the most likely of some choices."
         white = self.model.cfg.pixel_max
-        images = [open_image(as_picture(picture), white) for picture in as_list(pictures)]
+        images = [open_image(as_picture(picture), white)
+            for picture in as_list(pictures)]
         require(choices is None or len(choices) and not isinstance(choices, str),
             f'choices are {choices!r}: give a list of possible answers')
         if choices is None:
@@ -260,7 +267,8 @@ def _with_answers(asker, turns, template):
         answered = [*before, last|dict(assistant=answer)]
         ids,labels = encode_chat(tokenizer, answered, pictures, asker.inline)
         if before:
-            prompt = encode_prompt(tokenizer, [*before, last], pictures, inline=asker.inline)
+            prompt = encode_prompt(tokenizer, [*before, last], pictures,
+                inline=asker.inline)
             labels[:len(prompt)-1] = IGNORE
         ends = (labels==tokenizer.eos_token_id).nonzero()
         if len(ends) and not template: labels[ends[-1]+1:] = IGNORE
@@ -319,7 +327,8 @@ class Chat:
         asker.check_length(len(ids), max_new_tokens)
         shared = self.shared(ids)
         tiles = None if shared else self.tiles
-        if shared and self.reader: self.reader.go_back(shared, len(ids)-shared+max_new_tokens)
+        if shared and self.reader:
+            self.reader.go_back(shared, len(ids)-shared+max_new_tokens)
         else:
             mask = torch.ones(1, len(ids), dtype=torch.long)
             self.reader = Reader(asker.model.decoder, mask, max_new_tokens)
@@ -327,14 +336,16 @@ class Chat:
         texts,tokens = asker.ends(stop)
         row = torch.tensor([ids[shared:]], device=asker.device)
         streams = TextStreams(asker.tokenizer, 1, texts, tokens)
-        for new in asker.model.stream(row, tiles, None, max_new_tokens, tokens, ended=streams,
+        for new in asker.model.stream(row, tiles, None, max_new_tokens, tokens,
+            ended=streams,
                 reader=self.reader, **asker.sampling(sampling)):
             # the model reads a token when the next one is asked for
             self.known = self.known+unread
             unread = new.tolist()
             yield streams.pieces[0]
         yield streams.finish()[0]
-        self.turns = [*turns[:-1], dict(user=question, assistant=streams.texts[0].strip())]
+        self.turns = [*turns[:-1],
+            dict(user=question, assistant=streams.texts[0].strip())]
 
     def __call__(self, question:str, *args, **kwargs)->str: # see `stream`
         "Asks the next question, and returns the answer."
@@ -387,7 +398,8 @@ def answer_all(asker:Asker, results:list[Result], # from `questions_of`; `reply`
     "Asks all questions, batch by batch."
     for start in range(0, len(results), batch_size):
         batch = results[start:start+batch_size]
-        replies = asker([(result.images,result.question) for result in batch], max_new_tokens)
+        replies = asker([(result.images,result.question) for result in batch],
+            max_new_tokens)
         for result,reply in zip(batch, replies): result.reply = reply
     return results
 
@@ -435,7 +447,8 @@ def plot_answers(results:list[Result], # answered; those with a picture are draw
     for ax in fig.subplots(rows, columns, squeeze=False).flat: ax.axis('off')
     for ax,result in zip(fig.axes, shown):
         ax.imshow(result.images[0])
-        reply = ''.join(letter if letter.isprintable() else '·' for letter in result.reply)
+        reply = ''.join(letter if letter.isprintable() else '·'
+            for letter in result.reply)
         colour = 'darkgreen'
         verdict = f'{reply} ✓'
         if not result.right:
@@ -477,7 +490,8 @@ def ask(checkpoint:str|Path, image:Sequence[str]=(), # a run, a checkpoint, or a
     sampling:dict = {}
     if temperature:
         generator = torch.Generator(asker.device).manual_seed(seed)
-        sampling = dict(temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
+        sampling = dict(temperature=temperature, top_k=top_k, top_p=top_p,
+            generator=generator)
     for start in range(0, len(questions), _TOGETHER):
         batch = questions[start:start+_TOGETHER]
         replies = asker([(pictures,question) for question in batch], max_new_tokens,

@@ -33,7 +33,8 @@ def _pixels(picture): return picture.size,picture.tobytes()
 def other_pictures(rows:list[dict])->list[dict]|None: # with decoded `images`; None: there is only one picture
     "Returns the same rows, each with the pictures of the rows that follow it."
     pool = []
-    for row in rows: pool += [(picture,_pixels(picture)) for picture in row['images'] or []]
+    for row in rows:
+        pool += [(picture,_pixels(picture)) for picture in row['images'] or []]
     if len({pixels for _,pixels in pool})<2: return None
     others = []
     place = 0
@@ -41,7 +42,8 @@ def other_pictures(rows:list[dict])->list[dict]|None: # with decoded `images`; N
         own = row['images'] or []
         mine = {pixels for _,pixels in pool[place:place+len(own)]}
         place += len(own)
-        following = (picture for picture,pixels in pool[place:]+pool[:place] if pixels not in mine)
+        following = (picture for picture,pixels in pool[place:]+pool[:place]
+            if pixels not in mine)
         others.append(row|dict(images=list(islice(following, len(own)))))
     return others
 
@@ -64,7 +66,8 @@ def compare_answers(asker:Asker, rows:list[dict], # with decoded `images`
     if others:
         exchanged = answer_all(asker, questions_of(others), batch_size)
         scores['another picture'] = accuracy(exchanged)
-    guesses = blind_guesses([(result.kind, result.question, result.answer) for result in seen])
+    guesses = blind_guesses([(result.kind, result.question, result.answer)
+        for result in seen])
     kinds = []
     right = []
     for guess,result in zip(guesses, seen):
@@ -118,16 +121,19 @@ def _mean_patch(asker, result): # of a question with a picture or more
 def probe(asker:Asker, train_rows:list, rows:list, # samples with decoded `images`: to learn from; held out
 )->dict: # kind of question, or 'all' -> (right, asked), of questions about pictures
     "Returns how many answers a logistic regression for each question finds from the tower's features alone."
-    require(find_spec('sklearn'), 'a linear probe needs scikit-learn: pip install scikit-learn')
+    require(find_spec('sklearn'),
+        'a linear probe needs scikit-learn: pip install scikit-learn')
     from sklearn.linear_model import LogisticRegression # only here
-    known,asked = (questions_of(row for row in part if row['images']) for part in (train_rows,rows))
+    known,asked = (questions_of(row for row in part if row['images'])
+        for part in (train_rows,rows))
     for question in {result.question for result in asked}:
         learn = [result for result in known if result.question==question]
         answers = [result.answer for result in learn]
         if len({*answers})<2: continue # there is nothing to tell apart
         fit = LogisticRegression(max_iter=1000).fit([_mean_patch(asker, r) for r in learn], answers)
         for result in asked:
-            if result.question==question: result.reply = fit.predict([_mean_patch(asker, result)])[0]
+            if result.question==question:
+                result.reply = fit.predict([_mean_patch(asker, result)])[0]
     return accuracy(asked)
 
 # %% ../../nbs/56_answers.look.ipynb #31a00014
@@ -148,14 +154,16 @@ def look_at_checkpoint(checkpoint:str|Path, # or a run, or a hub id
     "Prints the table of right answers about held-out rows, and what is wrong with them."
     asker = Asker.from_checkpoint(checkpoint, device)
     if not config and asker.run_dir: config = asker.run_dir/CONFIG
-    if not config: raise UsageError(f'{checkpoint} is of no run: give a file with --config')
+    if not config:
+        raise UsageError(f'{checkpoint} is of no run: give a file with --config')
     _,cfg = load_yaml(config, given=None) # data is read alone
     cfg = evolve(cfg, val_workers=0, num_workers=0, cache_features=False,
         custom_transforms=[])
     val = held_out_loader(cfg, asker.model.cfg, asker.tokenizer, Path(config).parent)
     count = rows or cfg.ask_samples or TrainConfig.ask_samples
     held_out = held_out_rows(val, count, asker.model.cfg)
-    require(held_out, f'{config}: no held-out row can be asked about: {val.drops.blame or "val_size is 0"}')
+    require(held_out,
+        f'{config}: no held-out row can be asked about: {val.drops.blame or "val_size is 0"}')
     scores,_ = compare_answers(asker, held_out, batch_size)
     if probe_rows:
         loaders = loaders_of(cfg, Path(config).parent)

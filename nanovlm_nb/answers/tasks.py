@@ -58,7 +58,8 @@ def _read_result(path:Path)->dict[str,float]: # figures by name, as they are log
     "Returns the figures of a result file; raises a ValueError if it holds something else."
     values = json.loads(path.read_text(encoding='utf-8'), parse_int=float)
     results = values.get('results') if isinstance(values, dict) else None
-    if not isinstance(results, dict) or not all(isinstance(v, float) for v in results.values()):
+    if not isinstance(results, dict) or not all(isinstance(v, float)
+        for v in results.values()):
         raise ValueError('expected {"results": {name: number}}')
     return {f'lmms_eval/{k}':v for k,v in results.items()}
 
@@ -90,7 +91,8 @@ def task_names(tasks:str)->list[str]: # separated by commas; stripped, no empty 
     stems = set()
     for name in filter(None, map(str.strip, tasks.split(','))):
         stem = Path(name).stem if name.endswith('.parquet') else name
-        require(stem not in stems, f'two tasks are called {stem}: leave one out, or rename its file')
+        require(stem not in stems,
+            f'two tasks are called {stem}: leave one out, or rename its file')
         names.append(name)
         stems.add(stem)
     return names
@@ -157,7 +159,8 @@ def possible_tasks(train_cfg:TrainConfig)->tuple[str,str|None]: # separated by c
             if obstacle: obstacles.setdefault(obstacle, []).append(task)
             else: possible.append(task)
     lines = [obstacle.format(', '.join(tasks)) for obstacle,tasks in obstacles.items()]
-    if {*names}&_benchmarks() and not (HF_HUB_OFFLINE or get_token()): lines.append(LOGIN)
+    if {*names}&_benchmarks() and not (HF_HUB_OFFLINE or get_token()):
+        lines.append(LOGIN)
     return ','.join(possible),'; '.join(lines) or None
 
 # %% ../../nbs/58_answers.tasks.ipynb #86c2605f
@@ -219,7 +222,8 @@ class NanoVLM(lmms):
         super().__init__()
         require((pretrained is None)!=(asker is None),
             'give a checkpoint: --model_args pretrained=DIR')
-        require(prompts in PROMPTS, f"prompts is {prompts!r}: give {' or '.join(PROMPTS)}")
+        require(prompts in PROMPTS,
+            f"prompts is {prompts!r}: give {' or '.join(PROMPTS)}")
         if device is None and torch.cuda.is_available():
             device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
         if pretrained is not None: asker = Asker.from_checkpoint(pretrained, device)
@@ -254,7 +258,8 @@ class NanoVLM(lmms):
             stop = []
             if plain: stop = [*filter(None, _flat(options.get('until')))]
             longest = int(options.get('max_new_tokens') or self.max_new_tokens)
-            pieces = replace(self.asker, numbered=plain).stream(questions, longest, stop,
+            pieces = replace(self.asker, numbered=plain).stream(questions, longest,
+                stop,
                 shorten=True)
             for place,text in zip(part, map(''.join, zip(*pieces))):
                 answers[place] = text.strip() if plain else text
@@ -268,11 +273,13 @@ class NanoVLM(lmms):
             question,answer,*place = request.args
             pictures = []
             if place: pictures = self.pictures(*place[:4])
-            if callable(answer): answer = answer(self.task_dict[place[2]][place[3]][place[1]])
+            if callable(answer):
+                answer = answer(self.task_dict[place[2]][place[3]][place[1]])
             turns.append((pictures, question, str(answer).strip()))
         losses = []
         for start in range(0, len(turns), self.batch_size):
-            losses += map(wrapped, answer_losses(self.asker, turns[start:start+self.batch_size]))
+            losses += map(wrapped,
+                answer_losses(self.asker, turns[start:start+self.batch_size]))
         return losses
 
     def generate_until_multi_round(self, requests:list)->None: # of a task in several rounds
@@ -283,11 +290,13 @@ class NanoVLM(lmms):
 def manifest(): # a `ModelManifest` of lmms-eval
     "Returns what the entry point `lmms_eval.models` gives: the name of the model and where its class is."
     from lmms_eval.models.registry_v2 import ModelManifest
-    return ModelManifest('nanovlm_nb', simple_class_path='nanovlm_nb.answers.tasks.NanoVLM')
+    return ModelManifest('nanovlm_nb',
+        simple_class_path='nanovlm_nb.answers.tasks.NanoVLM')
 
 # %% ../../nbs/58_answers.tasks.ipynb #728a6bc3
 _ROW = datasets.Features(dict(images=datasets.List(datasets.Image()),
-    texts=datasets.List(dict(user=datasets.Value('string'), assistant=datasets.Value('string'))),
+    texts=datasets.List(dict(user=datasets.Value('string'),
+        assistant=datasets.Value('string'))),
     kinds=datasets.List(datasets.Value('string')), source=datasets.Value('string')))
 
 def _shape_questions(n:int)->list[dict]: # scenes, one to four questions each; rows with one
@@ -295,13 +304,15 @@ def _shape_questions(n:int)->list[dict]: # scenes, one to four questions each; r
     questions = []
     for row in shapes_dataset(n, 'validation'):
         for text,kind in zip(row['texts'], row['kinds']):
-            questions.append(dict(images=row['images'], texts=[text], kinds=[kind], source='shapes'))
+            questions.append(dict(images=row['images'], texts=[text], kinds=[kind],
+                source='shapes'))
     return questions
 
 # %% ../../nbs/58_answers.tasks.ipynb #728a6bc4
 def digit_pictures(n:int|None=None)->list[tuple[Image.Image,int]]: # None: all 1,797
     "Returns scikit-learn's handwritten digits, grey pictures of 8 x 8 pixels, in their order."
-    require(find_spec('sklearn'), 'the digits come with scikit-learn: pip install scikit-learn')
+    require(find_spec('sklearn'),
+        'the digits come with scikit-learn: pip install scikit-learn')
     from sklearn.datasets import load_digits # only here
     data = load_digits()
     pictures = map(Image.fromarray, (data.images*255/16).round().astype(np.uint8))
@@ -313,7 +324,8 @@ def _digit_questions(n:int|None)->list[dict]: # see `digit_pictures`; rows with 
     questions = []
     for picture,digit in digit_pictures(n):
         texts = [dict(user='Which digit is this?', assistant=str(digit))]
-        questions.append(dict(images=[picture.convert('RGB')], texts=texts, kinds=['digit'], source='digits'))
+        questions.append(dict(images=[picture.convert('RGB')], texts=texts,
+            kinds=['digit'], source='digits'))
     return questions
 
 # %% ../../nbs/58_answers.tasks.ipynb #1d27216b
@@ -332,8 +344,10 @@ def write_tasks(folder:str|Path, # made if needed
         f'{folder} is not empty: give a new directory')
     folder.mkdir(parents=True, exist_ok=True)
     for source in (files('nanovlm_nb')/'tasks').iterdir():
-        if source.name.endswith('.yaml'): (folder/source.name).write_bytes(source.read_bytes())
-    if 'shapes' in names: _write_rows(folder/'shapes.parquet', _shape_questions(n_scenes))
+        if source.name.endswith('.yaml'):
+            (folder/source.name).write_bytes(source.read_bytes())
+    if 'shapes' in names:
+        _write_rows(folder/'shapes.parquet', _shape_questions(n_scenes))
     if {'digits','digits_choice'}&set(names):
         _write_rows(folder/'digits.parquet', _digit_questions(n_digits))
     return folder
@@ -390,8 +404,10 @@ def _through_lmms_eval(asker:Asker, task:str, how:_How)->tuple[dict,dict]|None: 
     try:
         output = simple_evaluate(model=model, tasks=[task], limit=how.limit,
             batch_size=how.batch_size,
-            device=str(asker.device), task_manager=manager, log_samples=False, bootstrap_iters=0,
-            cli_args=args, process_docs_parallel=1, distributed_executor_backend=launcher)
+            device=str(asker.device), task_manager=manager, log_samples=False,
+            bootstrap_iters=0,
+            cli_args=args, process_docs_parallel=1,
+            distributed_executor_backend=launcher)
     finally: set_rng_state(state)
     if not output: return None
     samples = {name:count['effective'] for name,count in output['n-samples'].items()}
@@ -445,7 +461,8 @@ def evaluate_tasks(model:VisionLanguageModel, tasks:str, **how:Any)->dict|None: 
 
 def cli_evaluate(args:Namespace)->dict|None: # `model`, `tasks`, `limit`, `batch_size`, `device`
     "The same, by nanoVLM's name and with its arguments."
-    how = {name:value for name,value in vars(args).items() if name in _How.__dataclass_fields__}
+    how = {name:value for name,value in vars(args).items()
+        if name in _How.__dataclass_fields__}
     return evaluate_tasks(args.model.to(args.device), args.tasks, **how)
 
 # %% ../../nbs/58_answers.tasks.ipynb #0dc413e0
@@ -457,7 +474,8 @@ def _result_before(out:Path|None, head:dict)->dict: # need not be there; see `_r
     known = isinstance(before, dict)
     for key,value in _NOTHING.items():
         known = known and type(before.get(key)) is type(value)
-    require(known, f'--out {out} is not the result of an evaluation: give another --out')
+    require(known,
+        f'--out {out} is not the result of an evaluation: give another --out')
     def end(path): return Path(str(path)).parts[-2:] # a checkpoint may have been moved with its run
     for key,value in head.items():
         require(before.get(key)==value or end(before.get(key))==end(value),
@@ -487,7 +505,8 @@ def _results_table(values:dict)->str: # what a result file holds; a line for eac
     for name,value in figures.items():
         lines.append(aligned((name, f'{value:.4f}'), (-width, 12)))
     for key in ('samples','prompts'):
-        tasks = ', '.join(f'{Path(task).name} {value}' for task,value in values[key].items())
+        tasks = ', '.join(f'{Path(task).name} {value}'
+            for task,value in values[key].items())
         lines.append(f"{key}: {tasks or 'none'}")
     return '\n'.join(lines)
 
@@ -509,7 +528,8 @@ def evaluate_checkpoint(checkpoint:str|Path, tasks:str, # or a run, or a hub id;
     model = Asker.from_checkpoint(checkpoint, device).model
     with tempfile.TemporaryDirectory() as folder:
         if own: include_path = str(write_tasks(folder, names=own))
-        results,failed = _evaluate_into(model, tasks, before, path, include_path=include_path,
+        results,failed = _evaluate_into(model, tasks, before, path,
+            include_path=include_path,
             prompts=prompts, limit=limit, batch_size=batch_size)
     say(_results_table(results))
     for task,reason in failed.items():

@@ -59,7 +59,8 @@ class ConstantLengthDataset(IterableDataset):
         self.dataset.max_images_per_example = images
         rows = dataset.rows
         self.source:Any = None
-        if isinstance(rows, datasets.IterableDataset): self.source = StreamSource(dict(default=rows))
+        if isinstance(rows, datasets.IterableDataset):
+            self.source = StreamSource(dict(default=rows))
         else: self.source = MapSource(rows, shuffle=False)
         pad_id = dataset.tokenizer.pad_token_id
         self.rules = PackRules(seq_length, pad_id, max_images_per_knapsack,
@@ -70,7 +71,8 @@ class ConstantLengthDataset(IterableDataset):
     def __len__(self)->int: # of one process; for more than 20,000 rows an estimate
         "Returns the packs of an epoch."
         packs = PackLoader(self.dataset, self.source, self.rules).epoch_updates()
-        if packs is None: raise TypeError('the rows are a stream, whose length is unknown')
+        if packs is None:
+            raise TypeError('the rows are a stream, whose length is unknown')
         return packs
 
     def _epoch(self, epoch:int)->Iterator[dict]: # from 0
@@ -86,14 +88,16 @@ class ConstantLengthDataset(IterableDataset):
             for drop in packed['drops']: self.drops.add(Dropped(*drop))
             if packed['done']: break
             yield {name:packed[name] for name in _PARTS}
-        if len(self.drops.reasons)>before: logger.warning('left out: %s', self.drops.blame)
+        if len(self.drops.reasons)>before:
+            logger.warning('left out: %s', self.drops.blame)
 
     def __iter__(self)->Iterator[dict]: # `input_ids` and others, see `pack`
         for epoch in count(self.epoch):
             count_of_packs = 0
             for count_of_packs,packed in enumerate(self._epoch(epoch), 1): yield packed
             if not self.infinite: return
-            require(count_of_packs, f'no sample can be packed: {self.drops.blame or "there are no rows"}')
+            require(count_of_packs,
+                f'no sample can be packed: {self.drops.blame or "there are no rows"}')
 
 # %% ../../nbs/77_compat.nanovlm.ipynb #71c0a00e
 class VQACollator:
@@ -108,7 +112,8 @@ class VQACollator:
         pad_id = self.tokenizer.pad_token_id
         for item in items:
             if item is None: continue
-            packs.append(item if 'doc_lens' in item else pack([item], self.max_length, pad_id))
+            packs.append(item
+                if 'doc_lens' in item else pack([item], self.max_length, pad_id))
         return collate_packs(packs, self.tokenizer.image_token_id) if packs else None
 
 # %% ../../nbs/77_compat.nanovlm.ipynb #71c0a017

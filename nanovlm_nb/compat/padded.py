@@ -57,11 +57,12 @@ class VLMDataset(Dataset):
         max_length:int=512): # tokens; items are one shorter
         "Read the lines and keep the tools."
         self.bad_lines = Drops()
-        self.rows = []
-        for i,row in enumerate(text_rows(data_path, images_path)):
+        self.rows = text_rows(data_path, images_path)
+        self.usable = [] # their numbers
+        for i,row in enumerate(self.rows):
             checked = to_row(row, i, marks=True)
             if isinstance(checked, Dropped): self.bad_lines.add(checked)
-            else: self.rows.append(row)
+            else: self.usable.append(i)
         self.tokenizer = tokenizer
         self.preprocess = preprocess
         self.max_length = max_length
@@ -73,12 +74,15 @@ class VLMDataset(Dataset):
         require(tokenizer.pad_token_id is not None,
             'the tokenizer has no pad_token: set it, to eos_token for example')
         self.no_pixels = _pixel_tensor(Image.new('RGB', (64, 64)), preprocess)[None][:0]
-        try: self.encode(dict(id='', images=[None], texts=[dict(user=MARK+'\n', assistant='')]))
-        except Dropped as d: raise UsageError(f'not even a picture alone can be used: {d.detail}') from d
+        try:
+            self.encode(dict(id='', images=[None],
+                texts=[dict(user=MARK+'\n', assistant='')]))
+        except Dropped as d:
+            raise UsageError(f'not even a picture alone can be used: {d.detail}') from d
 
     def __len__(self)->int: # usable lines
         "Number of items."
-        return len(self.rows)
+        return len(self.usable)
 
     def encode(self, row:dict)->tuple[Tensor,Tensor]: # from `to_row`; ids and labels (T,), not cut
         "Tokenise a row; raises `Dropped` if nothing can be learned from it."
@@ -91,17 +95,20 @@ class VLMDataset(Dataset):
         except UsageError as e: raise Dropped(row['id'], 'template', str(e)) from e
         runs = _count_runs(ids, self.image_ids)
         if runs != count:
-            raise Dropped(row['id'], 'placeholders', f'{runs} runs of placeholders for {count} pictures: '
+            raise Dropped(row['id'], 'placeholders',
+                f'{runs} runs of placeholders for {count} pictures: '
                 'take a special token as image_special_token')
         if (labels[:length-1] == IGNORE).all() or _count_runs(ids[:length], self.image_ids) < count:
-            raise Dropped(row['id'], 'too_long', f'of {len(ids)} tokens, {length} hold no answer '
+            raise Dropped(row['id'], 'too_long',
+                f'of {len(ids)} tokens, {length} hold no answer '
                 'or not all pictures: raise max_length')
         return ids, labels
 
     def pixels(self, row:dict)->Tensor: # from `to_row`; (pictures, 3, H, W)
         "Decode the pictures of a row; raises `Dropped` if one is damaged."
         try: pixels = [_pixel_tensor(im, self.preprocess) for im in row['images']]
-        except UnreadableImage as e: raise Dropped(row['id'], 'unreadable_image', str(e)) from e
+        except UnreadableImage as e:
+            raise Dropped(row['id'], 'unreadable_image', str(e)) from e
         return torch.stack(pixels) if pixels else self.no_pixels
 
     def item(self, ids:Tensor, labels:Tensor, pixels:Tensor, # as from `encode` and `pixels`
@@ -114,7 +121,7 @@ class VLMDataset(Dataset):
 
     def __getitem__(self, i:int)->tuple[Tensor,Tensor,Tensor,Tensor]: # see `item`; int64, pixels float
         "An item; a UsageError names a line that cannot be one."
-        row = to_row(self.rows[i], i, marks=True)
+        row = to_row(self.rows[self.usable[i]], i, marks=True)
         try: return self.item(*self.encode(row), self.pixels(row))
         except Dropped as d: raise UsageError(f'{d.id}: {d.detail}') from d
 
@@ -136,7 +143,9 @@ def jsonl_loader(dataset:VLMDataset, # or any data set of such items
     if dist.world_size > 1:
         sampler = DistributedSampler(dataset, dist.world_size, dist.rank, shuffle, seed)
     if num_workers is None: num_workers = cores_of_rank()
-    return DataLoader(dataset, batch_size, sampler=sampler, shuffle=shuffle and not sampler,
+    return DataLoader(dataset, batch_size, sampler=sampler,
+        shuffle=shuffle and not sampler,
         drop_last=False, collate_fn=collate_items, num_workers=num_workers,
         worker_init_fn=seed_worker,
-        pin_memory=dist.device.type == 'cuda', generator=torch.Generator().manual_seed(seed))
+        pin_memory=dist.device.type == 'cuda',
+        generator=torch.Generator().manual_seed(seed))

@@ -6,7 +6,7 @@
 __all__ = ['CHAT_TEMPLATE', 'PROMPTS', 'FIELDS', 'FINE', 'CAREFUL', 'REFUSED', 'OF_RUN', 'BESIDE_WEIGHTS', 'OWN_FIELDS',
            'PRESETS', 'BACKBONE_RATES', 'image_tokens', 'VLMConfig', 'evolve', 'TrainConfig', 'check_configs',
            'described', 'rules', 'resume_rule', 'preset', 'change', 'tiny', 'set_env', 'effective_batch_size', 'Length',
-           'load_function', 'get_run_name']
+           'loader_workers', 'load_function', 'get_run_name']
 
 # %% ../../nbs/03_core.config.ipynb #3a3a3caa
 import math,os,re,sys
@@ -32,12 +32,14 @@ CHAT_TEMPLATE = ("{% for message in messages %}{{'<|im_start|>' + "
 
 def image_tokens(convention:str='nanovlm')->dict[str,str]: # of `image_convention`; those of transformers
     "Returns name -> token: an image token, the whole picture, tiles of a grid, what stands around them."
-    if convention=='qwen': return {'image_token':'<|image_pad|>', 'vision_start_token':'<|vision_start|>',
+    if convention=='qwen':
+        return {'image_token':'<|image_pad|>', 'vision_start_token':'<|vision_start|>',
         'vision_end_token':'<|vision_end|>', 'video_token':'<|video_pad|>'}
     grid = {f'r{i}c{j}':f'<row_{i}_col_{j}>' for i,j in product(range(1,9), repeat=2)}
     if convention=='nanovlm':
         return {'image_token':'<|image|>', 'global_image_token':'<|global_image|>'} | grid
-    fixed = {'fake_image_token':'<fake_token_around_image>', 'end_of_utterance_token':'<end_of_utterance>'}
+    fixed = {'fake_image_token':'<fake_token_around_image>',
+        'end_of_utterance_token':'<end_of_utterance>'}
     return {'image_token':'<image>', 'global_image_token':'<global-img>'} | grid | fixed
 
 # %% ../../nbs/03_core.config.ipynb #8b05fcb5
@@ -167,7 +169,8 @@ class VLMConfig(Config):
     def backbones(self)->dict[str,str]: # 'vit' and 'lm', or one of them, or none
         "Names of the backbones whose weights a new model takes."
         names = dict(vit=self.vit_model_type, lm=self.lm_model_type)
-        return {part:name for part,name in names.items() if name and self.vlm_load_backbone_weights}
+        return {part:name for part,name in names.items() if name
+            and self.vlm_load_backbone_weights}
 
     @property
     def image_token_id(self)->int:
@@ -184,7 +187,8 @@ class VLMConfig(Config):
     def unwritten(self)->set[str]:
         "Returns the names of fields that nanoVLM does not know and that make no other model."
         usual = VLMConfig()
-        return {n for n in OWN_FIELDS if n in OF_RUN or getattr(self, n)==getattr(usual, n)}
+        return {n for n in OWN_FIELDS if n in OF_RUN
+            or getattr(self, n)==getattr(usual, n)}
 
     def check(self)->None:
         "Fills in what follows, and raises a UsageError where numbers contradict each other."
@@ -196,7 +200,8 @@ class VLMConfig(Config):
             numbers = getattr(self, name)
             if numbers==3*numbers[:1]: vars(self)[name] = numbers[:1]
         for part in self.backbones: # their files have the sizes, see `backbone_fields`
-            if f'{part}_model_type' in self.given and f'{part}_hidden_dim' not in self.given: return
+            if f'{part}_model_type' in self.given and f'{part}_hidden_dim' not in self.given:
+                return
         conditions = *_sizes_divide(self),*_tokens_suffice(self),*_shape_stays(self)
         for ok,message in conditions: require(ok, message)
 
@@ -209,16 +214,22 @@ def _sizes_divide(c):
         ('lm_n_heads','lm_n_kv_heads')]
     if not c.lm_head_dim: pairs.append(('lm_hidden_dim','lm_n_heads'))
     numbers = [(n, getattr(c, n), by, getattr(c, by)) for n,by in pairs]
-    return [*((x%y==0, f'{n} {x} is no multiple of {by} {y}: change one of them') for n,x,by,y in numbers),
+    return [*((x%y==0, f'{n} {x} is no multiple of {by} {y}: change one of them')
+        for n,x,by,y in numbers),
         # SigLIP leaves 6 of 384 pixels over with patches of 14
-        (32*(c.vit_img_size%c.vit_patch_size)<=c.vit_img_size, f'vit_img_size {c.vit_img_size} is no '
+        (32*(c.vit_img_size%c.vit_patch_size)<=c.vit_img_size,
+            f'vit_img_size {c.vit_img_size} is no '
             f'multiple of vit_patch_size {c.vit_patch_size}: change one of them'),
-        (side%c.mp_pixel_shuffle_factor==0, f'mp_pixel_shuffle_factor {c.mp_pixel_shuffle_factor} does not '
+        (side%c.mp_pixel_shuffle_factor==0,
+            f'mp_pixel_shuffle_factor {c.mp_pixel_shuffle_factor} does not '
             f'divide the {side} patches along a side of a tile: give one of {factors}'),
-        (c.head_width%2==0, f"{'lm_head_dim' if c.lm_head_dim else 'lm_hidden_dim/lm_n_heads'} is "
+        (c.head_width%2==0,
+            f"{'lm_head_dim' if c.lm_head_dim else 'lm_hidden_dim/lm_n_heads'} is "
             f'{c.head_width}, but rotary embedding needs an even one: change it'),
-        (c.vit_cls_flag or not c.vit_keep_patches, 'vit_keep_patches without vit_cls_flag: set both'),
-        (c.moe_top_k<=c.moe_experts, f'moe_top_k {c.moe_top_k} > moe_experts {c.moe_experts}: lower it')]
+        (c.vit_cls_flag or not c.vit_keep_patches,
+            'vit_keep_patches without vit_cls_flag: set both'),
+        (c.moe_top_k<=c.moe_experts,
+            f'moe_top_k {c.moe_top_k} > moe_experts {c.moe_experts}: lower it')]
 
 # %% ../../nbs/03_core.config.ipynb #8b05fcba
 def _tokens_suffice(c):
@@ -229,13 +240,17 @@ def _tokens_suffice(c):
     grid = (f'r{k//n+1}c{k%n+1}' for k in range(n*n if n>1 else 0))
     needed = chain(['image_token'], around[c.image_convention], grid)
     missing = [*islice((t for t in needed if t not in c.vlm_extra_tokens), 3)] # of a huge n, not all n x n
-    follow = [(n, getattr(c, n), v) for n,v in c.derived().items() if n!='vit_inter_dim']
+    follow = [(n, getattr(c, n), v) for n,v in c.derived().items()
+        if n!='vit_inter_dim']
     return [
-        (not missing, f"vlm_extra_tokens has no {', '.join(missing)}, needed for {n} x {n} tiles with "
+        (not missing,
+            f"vlm_extra_tokens has no {', '.join(missing)}, needed for {n} x {n} tiles with "
             f'image_convention {c.image_convention}: add it, or leave vlm_extra_tokens out'),
-        *((now==v or n=='lm_vocab_size' and now>v, f'{n} is {now}, but the other fields make {v}: '
+        *((now==v or n=='lm_vocab_size' and now>v,
+            f'{n} is {now}, but the other fields make {v}: '
             'leave it out or change them') for n,now,v in follow),
-        (c.lm_max_length>c.mp_image_token_length, f'lm_max_length {c.lm_max_length} leaves no room beside '
+        (c.lm_max_length>c.mp_image_token_length,
+            f'lm_max_length {c.lm_max_length} leaves no room beside '
             f'the {c.mp_image_token_length} tokens of a picture: raise it')]
 
 # %% ../../nbs/03_core.config.ipynb #8b05fcbb
@@ -245,14 +260,19 @@ def _shape_stays(c):
     pairs = c.head_width//2
     head = c.vit_hidden_dim//c.vit_n_heads
     return [
-        (c.mp_image_token_length==1, f'a tile makes {c.mp_image_token_length} image tokens, but 1 with '
+        (c.mp_image_token_length==1,
+            f'a tile makes {c.mp_image_token_length} image tokens, but 1 with '
             'image_convention qwen: set vit_img_size to vit_patch_size x mp_pixel_shuffle_factor'),
-        (c.max_img_size==c.vit_img_size, f'max_img_size is {c.max_img_size}, but with image_convention qwen '
+        (c.max_img_size==c.vit_img_size,
+            f'max_img_size is {c.max_img_size}, but with image_convention qwen '
             f'pictures keep their shape: set it to {c.vit_img_size}, and max_pixels to what you want'),
-        (c.min_pixels<=c.max_pixels, f'min_pixels {c.min_pixels} > max_pixels {c.max_pixels}: lower it'),
-        (c.vit_window_size%c.vit_img_size==0, f'vit_window_size {c.vit_window_size} is no multiple of '
+        (c.min_pixels<=c.max_pixels,
+            f'min_pixels {c.min_pixels} > max_pixels {c.max_pixels}: lower it'),
+        (c.vit_window_size%c.vit_img_size==0,
+            f'vit_window_size {c.vit_window_size} is no multiple of '
             f'vit_img_size {c.vit_img_size}: change it'),
-        (head%4==0, f'heads of {head} numbers cannot turn by row and column: change vit_n_heads'),
+        (head%4==0,
+            f'heads of {head} numbers cannot turn by row and column: change vit_n_heads'),
         (len(c.lm_mrope_sections)==3 and sum(c.lm_mrope_sections)==pairs,
             f'lm_mrope_sections is {c.lm_mrope_sections}: give three numbers that add up to {pairs}')]
 
@@ -419,7 +439,8 @@ class TrainConfig(Config):
     @property
     def length(self)->'Length':
         "How long the run is."
-        return Length(self.max_training_steps, self.max_training_samples, self.max_epochs)
+        return Length(self.max_training_steps, self.max_training_samples,
+            self.max_epochs)
 
     @property
     def lr_backbone_pair(self)->tuple[float,float]:
@@ -437,7 +458,8 @@ class TrainConfig(Config):
     def check(self)->None:
         "Raises a UsageError where settings contradict each other."
         vars(self)['max_grad_norm'] = self.max_grad_norm or None # a norm of 0 leaves nothing of the gradient
-        check_known(self.trackers, ['wandb','trackio','tensorboard','none','auto'], 'tracker')
+        check_known(self.trackers, ['wandb','trackio','tensorboard','none','auto'],
+            'tracker')
         for ok,message in (*_sizes_fit(self), *_parts_fit(self)): require(ok, message)
 
 # %% ../../nbs/03_core.config.ipynb #56d5d992
@@ -453,11 +475,14 @@ def _sizes_fit(c):
         (packs<=_MOST_PACKS, f'batch_size {c.batch_size} x gradient_accumulation_steps '
             f'{c.gradient_accumulation_steps}: {packs} packs of a rank in an update, give {_MOST_PACKS} at '
             'most'),
-        (None in (c.max_training_samples,c.max_epochs), f'max_training_samples {c.max_training_samples} and '
+        (None in (c.max_training_samples,c.max_epochs),
+            f'max_training_samples {c.max_training_samples} and '
             f'max_epochs {c.max_epochs} both end the run: set one of them to None'),
-        (images<=c.max_images_per_knapsack, f'max_images_per_example {images} does not fit into '
+        (images<=c.max_images_per_knapsack,
+            f'max_images_per_example {images} does not fit into '
             f'max_images_per_knapsack {c.max_images_per_knapsack}: lower the first or raise the second'),
-        (not weights or {'all','shards'}&{*names} or len(weights)==len(names), f'{len(weights)} '
+        (not weights or {'all','shards'}&{*names} or len(weights)==len(names),
+            f'{len(weights)} '
             f'train_dataset_weights for {len(names)} names in train_dataset_name: give one for each'),
         (not c.offload_params or c.sharding=='zero3',
             f'offload_params needs sharding zero3, not {c.sharding}: give it, or offload_optimizer alone'),
@@ -476,12 +501,14 @@ def _parts_fit(c):
     return [
         (not rank or last is None, f'language_last_blocks {last} and lora_rank {rank}: '
             'name blocks in lora_targets instead, such as decoder.blocks.31'),
-        (not c.projector_steps or c.lr_mp and not rank, f'projector_steps {c.projector_steps:g} needs a '
+        (not c.projector_steps or c.lr_mp and not rank,
+            f'projector_steps {c.projector_steps:g} needs a '
             'projector that trains: raise lr_mp above 0, and leave lora_rank out'),
         (not c.cache_features or rank or c.lr_backbone_pair[0]==0,
             'cache_features needs a frozen vision tower: set lr_vision_backbone (or lr_backbones) to 0'),
         (ddp or not c.cache_features, f'cache_features {alone} set sharding to ddp'),
-        (ddp or c.eval_backend!='in_process', f'eval_backend in_process {alone} give subprocess')]
+        (ddp or c.eval_backend!='in_process',
+            f'eval_backend in_process {alone} give subprocess')]
 
 # %% ../../nbs/03_core.config.ipynb #63fc29fc
 def check_configs(vlm_cfg:VLMConfig, train_cfg:TrainConfig)->None:
@@ -490,9 +517,12 @@ def check_configs(vlm_cfg:VLMConfig, train_cfg:TrainConfig)->None:
     most = vlm_cfg.lm_max_length
     picture = vlm_cfg.mp_image_token_length+1
     lanes = train_cfg.batch_size*train_cfg.gradient_accumulation_steps
-    require(length<=most, f'max_sample_length {length} > lm_max_length {most}: lower it, or raise that')
-    require(picture<length, f'a picture takes {picture} tokens, max_sample_length is {length}: raise it')
-    require(not (vlm_cfg.native and train_cfg.cache_features), 'cache_features keeps the features of single '
+    require(length<=most,
+        f'max_sample_length {length} > lm_max_length {most}: lower it, or raise that')
+    require(picture<length,
+        f'a picture takes {picture} tokens, max_sample_length is {length}: raise it')
+    require(not (vlm_cfg.native and train_cfg.cache_features),
+        'cache_features keeps the features of single '
         'tiles, but with image_convention qwen a tile sees the whole picture: set cache_features to False')
     for name in ('num_workers','val_workers'):
         n = getattr(train_cfg, name) or 0
@@ -568,45 +598,73 @@ def resume_rule(name:str, cls:type[Config]=Config)->tuple[str,str]|None:
     return (REFUSED,'the model would be another') if of_model else (FINE,'')
 
 # %% ../../nbs/03_core.config.ipynb #740f2258
-_SHAPES_VLM = dict(vit_hidden_dim=64, vit_patch_size=8, vit_img_size=64, vit_n_heads=4, vit_n_blocks=1,
-    vit_model_type='shapes-vit', lm_hidden_dim=128, lm_inter_dim=384, lm_max_position_embeddings=1024,
-    lm_base_vocab_size=448, lm_n_heads=4, lm_n_kv_heads=2, lm_n_blocks=2, lm_max_length=512,
-    lm_model_type='shapes-lm', lm_tokenizer='shapes', mp_pixel_shuffle_factor=2, max_img_size=64,
+_SHAPES_VLM = dict(vit_hidden_dim=64, vit_patch_size=8, vit_img_size=64, vit_n_heads=4,
+    vit_n_blocks=1,
+    vit_model_type='shapes-vit', lm_hidden_dim=128, lm_inter_dim=384,
+    lm_max_position_embeddings=1024,
+    lm_base_vocab_size=448, lm_n_heads=4, lm_n_kv_heads=2, lm_n_blocks=2,
+    lm_max_length=512,
+    lm_model_type='shapes-lm', lm_tokenizer='shapes', mp_pixel_shuffle_factor=2,
+    max_img_size=64,
     vlm_load_backbone_weights=False, hf_repo_name=None, init_std=.088)
-_SHAPES_TRAIN = dict(lr_mp=6e-4, lr_vision_backbone=6e-4, lr_language_backbone=6e-4, betas=[.9,.99],
+_SHAPES_TRAIN = dict(lr_mp=6e-4, lr_vision_backbone=6e-4, lr_language_backbone=6e-4,
+    betas=[.9,.99],
     lr_schedule='wsd', min_lr_ratio=.02, batch_size=2, gradient_accumulation_steps=1,
-    max_training_steps=1500, train_dataset_path='shapes', stream_dataset=False, data_cutoff_idx=10000,
-    val_size=400, max_sample_length=512, num_of_sequences=64, num_workers=1, val_workers=0,
-    eval_interval=375, ask_samples=400, log_wandb=False, wandb_entity=None, use_lmms_eval=False,
+    max_training_steps=1500, train_dataset_path='shapes', stream_dataset=False,
+    data_cutoff_idx=10000,
+    val_size=400, max_sample_length=512, num_of_sequences=64, num_workers=1,
+    val_workers=0,
+    eval_interval=375, ask_samples=400, log_wandb=False, wandb_entity=None,
+    use_lmms_eval=False,
     max_keep_ckpts=5, long_run_name=False) # as many as it makes
-_MINIMIND_VLM = dict(vit_img_size=224, vit_model_type='google/siglip-base-patch16-224', lm_hidden_dim=512,
-    lm_inter_dim=1408, lm_re_base=1_000_000, lm_max_position_embeddings=32768, lm_base_vocab_size=6400,
-    lm_n_heads=8, lm_n_kv_heads=2, lm_n_blocks=8, lm_max_length=640, lm_model_type='minimind',
-    lm_tokenizer='model', lm_chat_template=None, mp_pixel_shuffle_factor=1, max_img_size=224,
-    vlm_extra_tokens={'image_token':'<|image|>', 'global_image_token':'<|global_image|>'},
+_MINIMIND_VLM = dict(vit_img_size=224, vit_model_type='google/siglip-base-patch16-224',
+    lm_hidden_dim=512,
+    lm_inter_dim=1408, lm_re_base=1_000_000, lm_max_position_embeddings=32768,
+    lm_base_vocab_size=6400,
+    lm_n_heads=8, lm_n_kv_heads=2, lm_n_blocks=8, lm_max_length=640,
+    lm_model_type='minimind',
+    lm_tokenizer='model', lm_chat_template=None, mp_pixel_shuffle_factor=1,
+    max_img_size=224,
+    vlm_extra_tokens={'image_token':'<|image|>',
+        'global_image_token':'<|global_image|>'},
     hf_repo_name=None, pixel_mean=.5, pixel_std=.5)
-_MINIMIND_TRAIN = dict(lr_mp=4e-4, lr_backbones=0., lr_schedule='minimind', batch_size=16,
+_MINIMIND_TRAIN = dict(lr_mp=4e-4, lr_backbones=0., lr_schedule='minimind',
+    batch_size=16,
     gradient_accumulation_steps=1, max_training_steps=60000, max_epochs=4,
-    train_dataset_path='dataset/pretrain_data.jsonl', stream_dataset=False, val_size=1000,
+    train_dataset_path='dataset/pretrain_data.jsonl', stream_dataset=False,
+    val_size=1000,
     max_sample_length=640, num_workers=1, load_from='out/lm_{dim}{_moe}.pth',
     wandb_entity=None, use_lmms_eval=False, long_run_name=False)
 # no tokens announce a picture in the text
 _BARE = dict(vlm_extra_tokens={'image_token':'<|image|>'})
-_CLIP_PIXELS = dict(pixel_mean=[.48145466,.4578275,.40821073], pixel_std=[.26862954,.26130258,.27577711])
+_CLIP_PIXELS = dict(pixel_mean=[.48145466,.4578275,.40821073],
+    pixel_std=[.26862954,.26130258,.27577711])
 _MINIMIND_CLIP = _MINIMIND_VLM | _BARE | _CLIP_PIXELS | dict(vit_model_type='openai/clip-vit-base-patch16',
-    vit_ln_eps=1e-5, vit_cls_flag=True, vit_keep_patches=True, vit_pre_norm=True, vit_post_norm=False,
+    vit_ln_eps=1e-5, vit_cls_flag=True, vit_keep_patches=True, vit_pre_norm=True,
+    vit_post_norm=False,
     vit_activation='quick_gelu', mp_kind='linear_bias')
-_MINIMIND3_VLM = _MINIMIND_VLM | _BARE | dict(vit_img_size=256, max_img_size=256, vit_patch_size=32,
-    vit_model_type='google/siglip2-base-patch32-256', lm_hidden_dim=768, lm_inter_dim=2432, lm_n_kv_heads=4,
-    lm_rms_eps=1e-6, lm_qk_norm=True, moe_top_k=1, moe_shared_experts=0, moe_aux_weight=5e-4, mp_kind='mlp')
-_QWEN_VLM = dict(vit_hidden_dim=1280, vit_inter_dim=3420, vit_patch_size=14, vit_img_size=28, vit_n_heads=16,
-    vit_n_blocks=32, vit_full_blocks=[7,15,23,31], lm_rms_eps=1e-6, lm_re_base=1_000_000,
-    lm_max_position_embeddings=128_000, lm_base_vocab_size=151_652, lm_qkv_bias=True, lm_max_length=2048,
-    lm_chat_template=None, mp_pixel_shuffle_factor=2, max_img_size=28, image_convention='qwen',
-    vlm_extra_tokens={'vision_start_token':'<|vision_start|>', 'vision_end_token':'<|vision_end|>',
-        'token_2':'<|vision_pad|>', 'image_token':'<|image_pad|>', 'video_token':'<|video_pad|>'},
-    vlm_load_backbone_weights=False, hf_repo_name=None, lm_mrope_sections=[16,24,24]) | _CLIP_PIXELS
-_QWEN_SIZES = {'3b':dict(lm_hidden_dim=2048, lm_inter_dim=11_008, lm_n_heads=16, lm_n_kv_heads=2,
+_MINIMIND3_VLM = _MINIMIND_VLM | _BARE | dict(vit_img_size=256, max_img_size=256,
+    vit_patch_size=32,
+    vit_model_type='google/siglip2-base-patch32-256', lm_hidden_dim=768,
+    lm_inter_dim=2432, lm_n_kv_heads=4,
+    lm_rms_eps=1e-6, lm_qk_norm=True, moe_top_k=1, moe_shared_experts=0,
+    moe_aux_weight=5e-4, mp_kind='mlp')
+_QWEN_VLM = dict(vit_hidden_dim=1280, vit_inter_dim=3420, vit_patch_size=14,
+    vit_img_size=28, vit_n_heads=16,
+    vit_n_blocks=32, vit_full_blocks=[7,15,23,31], lm_rms_eps=1e-6,
+    lm_re_base=1_000_000,
+    lm_max_position_embeddings=128_000, lm_base_vocab_size=151_652, lm_qkv_bias=True,
+    lm_max_length=2048,
+    lm_chat_template=None, mp_pixel_shuffle_factor=2, max_img_size=28,
+    image_convention='qwen',
+    vlm_extra_tokens={'vision_start_token':'<|vision_start|>',
+        'vision_end_token':'<|vision_end|>',
+        'token_2':'<|vision_pad|>', 'image_token':'<|image_pad|>',
+        'video_token':'<|video_pad|>'},
+    vlm_load_backbone_weights=False, hf_repo_name=None,
+    lm_mrope_sections=[16,24,24]) | _CLIP_PIXELS
+_QWEN_SIZES = {'3b':dict(lm_hidden_dim=2048, lm_inter_dim=11_008, lm_n_heads=16,
+    lm_n_kv_heads=2,
         lm_n_blocks=36, lm_vocab_size=151_936, lm_tie_weights=True),
     '7b':dict(lm_hidden_dim=3584, lm_inter_dim=18_944, lm_n_heads=28, lm_n_kv_heads=4,
         lm_n_blocks=28, lm_vocab_size=152_064, lm_tie_weights=False)}
@@ -615,15 +673,20 @@ def _qwen(size):
     "A Qwen2.5-VL, and a run that begins with it."
     name = f'Qwen/Qwen2.5-VL-{size.upper()}-Instruct'
     named = dict.fromkeys(('vit_model_type','lm_model_type','lm_tokenizer'), name)
-    return _QWEN_VLM|_QWEN_SIZES[size]|named,dict(load_from=name, lr_mp=1e-5, lr_backbones=1e-5,
-        batch_size=1, max_sample_length=2048, vision_checkpointing=True, language_checkpointing=True,
+    return _QWEN_VLM|_QWEN_SIZES[size]|named,dict(load_from=name, lr_mp=1e-5,
+        lr_backbones=1e-5,
+        batch_size=1, max_sample_length=2048, vision_checkpointing=True,
+        language_checkpointing=True,
         long_run_name=False)
 
-PRESETS:dict[str,tuple[dict,dict]] = dict(shapes=(_SHAPES_VLM,_SHAPES_TRAIN), nanovlm=({},{}),
-    nanovlm_native=(dict(resize_to_max_side_len=False),{}), minimind=(_MINIMIND_VLM,_MINIMIND_TRAIN),
+PRESETS:dict[str,tuple[dict,dict]] = dict(shapes=(_SHAPES_VLM,_SHAPES_TRAIN),
+    nanovlm=({},{}),
+    nanovlm_native=(dict(resize_to_max_side_len=False),{}),
+    minimind=(_MINIMIND_VLM,_MINIMIND_TRAIN),
     minimind_ddp=(_MINIMIND_VLM,_MINIMIND_TRAIN|dict(batch_size=4)),
     minimind_clip=(_MINIMIND_CLIP,_MINIMIND_TRAIN),
-    minimind3=(_MINIMIND3_VLM,_MINIMIND_TRAIN|dict(load_from='out/llm_{dim}{_moe}.pth')),
+    minimind3=(_MINIMIND3_VLM,
+        _MINIMIND_TRAIN|dict(load_from='out/llm_{dim}{_moe}.pth')),
     qwen2_5_vl_3b=_qwen('3b'), qwen2_5_vl_7b=_qwen('7b'))
 
 # %% ../../nbs/03_core.config.ipynb #e6403d13
@@ -635,15 +698,20 @@ def preset(name:str)->tuple[VLMConfig,TrainConfig]:
     return configs
 
 # %% ../../nbs/03_core.config.ipynb #1c0d7102
-_TINY_VLM = dict(vit_hidden_dim=32, vit_n_heads=2, vit_n_blocks=1, lm_hidden_dim=32, lm_inter_dim=64,
+_TINY_VLM = dict(vit_hidden_dim=32, vit_n_heads=2, vit_n_blocks=1, lm_hidden_dim=32,
+    lm_inter_dim=64,
     lm_n_heads=2, lm_n_kv_heads=1, lm_n_blocks=1)
-_TINY_TRAIN = dict(data_cutoff_idx=60, val_size=12, num_of_sequences=4, num_workers=0, val_workers=0,
-    max_training_steps=8, eval_interval=4, ask_samples=0, dtype='float32', progress_bar=False)
+_TINY_TRAIN = dict(data_cutoff_idx=60, val_size=12, num_of_sequences=4, num_workers=0,
+    val_workers=0,
+    max_training_steps=8, eval_interval=4, ask_samples=0, dtype='float32',
+    progress_bar=False)
 
 # name of a backbone -> its learning rate
-BACKBONE_RATES = dict(vit_model_type='lr_vision_backbone', lm_model_type='lr_language_backbone')
+BACKBONE_RATES = dict(vit_model_type='lr_vision_backbone',
+    lm_model_type='lr_language_backbone')
 
-def change(vlm_cfg:VLMConfig, train_cfg:TrainConfig, changes:dict)->tuple[VLMConfig,TrainConfig]:
+def change(vlm_cfg:VLMConfig, train_cfg:TrainConfig, changes:dict)->tuple[VLMConfig,
+    TrainConfig]:
     """Changes fields, whichever configuration they belong to. A backbone that is named is loaded and learns
     slowly, and beside a language model that has learned already the projector begins alone."""
     of_model = {n:v for n,v in changes.items() if n in vlm_cfg.__dataclass_fields__}
@@ -669,13 +737,15 @@ def set_env()->None:
     "Sets what tokenizers and torch read at their import, unless the user has."
     os.environ.setdefault('TOKENIZERS_PARALLELISM', 'false')
     names = 'PYTORCH_CUDA_ALLOC_CONF','PYTORCH_ALLOC_CONF' # torch 2.9 reads the first, and warns of it alone
-    if not os.environ.keys()&names: os.environ.update(dict.fromkeys(names, 'expandable_segments:True'))
+    if not os.environ.keys()&names:
+        os.environ.update(dict.fromkeys(names, 'expandable_segments:True'))
     if 'torch' not in sys.modules and 'OMP_WAIT_POLICY' not in os.environ:
         os.environ['OMP_WAIT_POLICY'] = 'PASSIVE'
         os.environ.setdefault('GOMP_SPINCOUNT', '10000') # a tenth of a millisecond, then it sleeps
     home = os.path.expanduser('~')
     if home=='~': return # a user without a name and a home, as in a container
-    os.environ.setdefault('TORCHINDUCTOR_CACHE_DIR', f'{home}/.cache/nanovlm_nb/compiled')
+    os.environ.setdefault('TORCHINDUCTOR_CACHE_DIR',
+        f'{home}/.cache/nanovlm_nb/compiled')
 
 # %% ../../nbs/03_core.config.ipynb #71709120
 def effective_batch_size(train_cfg:TrainConfig, world_size:int=1)->int:
@@ -690,14 +760,16 @@ class Length:
     samples:int|None = None # in place of the updates
     epochs:int|None = None # passes over the data; None: as many as it takes
 
-    def __str__(self): return f'{self.steps} updates' if self.samples is None else f'{self.samples} samples'
+    def __str__(self):
+        return f'{self.steps} updates' if self.samples is None else f'{self.samples} samples'
 
     def is_reached(self, step:int, samples:int, epoch:int=0)->bool: # made, seen and completed so far
         "Returns whether nothing is left."
         if self.epochs and epoch>=self.epochs: return True
         return step>=self.steps if self.samples is None else samples>=self.samples
 
-    def updates(self, size:float|None=None, step:int=0, samples:int=0, planned:int|None=None)->int|None:
+    def updates(self, size:float|None=None, step:int=0, samples:int=0,
+        planned:int|None=None)->int|None:
         """Returns the updates of the whole run, `step` of them and `samples` so far included; None: unknown.
         `size` is the samples of an update from now on, `planned` the updates that `epochs` come to."""
         limits = [planned] if planned else []
@@ -705,12 +777,20 @@ class Length:
         elif size: limits.append(step+max(math.ceil((self.samples-samples)/size), 0))
         return min(limits, default=None)
 
-    def place(self, step:int, samples:int, size:float, planned:int|None=None)->tuple[float,Any]:
+    def place(self, step:int, samples:int, size:float,
+        planned:int|None=None)->tuple[float,Any]:
         """Returns `step` and `max_steps` for the schedule of an update of `size` samples.
         A run that counts samples is measured in updates of that size."""
         if self.samples is None: return step,self.updates(planned=planned)
         size = min(max(size, 1), self.samples) # an update may be empty, or larger than the run
         return samples/size,self.samples/size
+
+# %% ../../nbs/03_core.config.ipynb #017bf0b4
+def loader_workers(cfg:TrainConfig, cores:int|None=None)->int: # of a rank; None: unknown
+    "Returns how many loader processes a rank starts: as given, or one for each of its cores but one."
+    if cfg.num_workers is not None: return cfg.num_workers
+    number = 3 if cores is None else max(1, min(cores-1, 16)) # nanoVLM has 3; each holds packs in memory
+    return min(number, cfg.batch_size*cfg.gradient_accumulation_steps)
 
 # %% ../../nbs/03_core.config.ipynb #e5a20004
 def load_function(name:str, field:str)->Callable:
@@ -727,7 +807,8 @@ def load_function(name:str, field:str)->Callable:
     raise UsageError(f'{field} {name!r}: module {module!r} has no function {function!r}')
 
 # %% ../../nbs/03_core.config.ipynb #2e72bb09
-def get_run_name(train_cfg:TrainConfig, vlm_cfg:VLMConfig, world_size:int=1, now:datetime|None=None)->str:
+def get_run_name(train_cfg:TrainConfig, vlm_cfg:VLMConfig, world_size:int=1,
+    now:datetime|None=None)->str:
     """Returns the name of a run: the one it was given, or data and date, or, with `long_run_name`,
     backbones, batch, length, learning rates and date."""
     if train_cfg.run_name: return train_cfg.run_name
@@ -736,10 +817,12 @@ def get_run_name(train_cfg:TrainConfig, vlm_cfg:VLMConfig, world_size:int=1, now
     if not train_cfg.long_run_name: return f'{data}-{date}'
     names = [name or 'new' for name in (vlm_cfg.vit_model_type,vlm_cfg.lm_model_type)]
     vit,lm = (name.rstrip('/').split('/')[-1] for name in names)
-    lrs = 'lr_vision_{}-language_{}-{}'.format(*train_cfg.lr_backbone_pair, train_cfg.lr_mp)
+    lrs = 'lr_vision_{}-language_{}-{}'.format(*train_cfg.lr_backbone_pair,
+        train_cfg.lr_mp)
     if train_cfg.lora_rank: lrs = f'lora_{train_cfg.lora_rank}-{train_cfg.lr_lora}'
     length = f'{train_cfg.max_training_steps}'
-    if train_cfg.max_training_samples: length = f'{train_cfg.max_training_samples}samples'
+    if train_cfg.max_training_samples:
+        length = f'{train_cfg.max_training_samples}samples'
     batch = effective_batch_size(train_cfg, world_size)
     return (f'nanoVLM_{vit}_{vlm_cfg.max_img_size}_mp{vlm_cfg.mp_pixel_shuffle_factor}_{lm}_'
             f'{world_size}xGPU_bs{batch}_{length}_{lrs}_{date}')

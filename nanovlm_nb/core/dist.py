@@ -37,7 +37,8 @@ def pick_device(name:str|torch.device|None=None)->torch.device: # such as `cuda:
     kind,_,number = name.partition(':')
     last = torch.cuda.device_count()-1 if kind=='cuda' else 0
     known = kind in there and number in ('', *map(str, range(last+1)))
-    require(known, f'device is {name!r}, this machine has {", ".join(there)}: give one of them')
+    require(known,
+        f'device is {name!r}, this machine has {", ".join(there)}: give one of them')
     return torch.device(name)
 
 # %% ../../nbs/05_core.dist.ipynb #e13d74f9
@@ -59,7 +60,8 @@ class Dist:
     def gather(self, obj:Any)->list: # anything that can be pickled
         "Returns what all ranks say, on every rank, in their order."
         out = [obj]*self.world_size
-        if self.world_size>1: collective(self, 'gather', c10d.all_gather_object, out, obj, self.cpu_group)
+        if self.world_size>1:
+            collective(self, 'gather', c10d.all_gather_object, out, obj, self.cpu_group)
         return out
 
     def reduce(self, numbers:Sequence[float], op:str='sum')->list: # 'sum' or 'max'; as many on every rank
@@ -74,7 +76,8 @@ class Dist:
         "Returns what all ranks have, filled up with zeros, on rank 0; nothing elsewhere."
         if self.world_size==1: return [data]
         mine = torch.frombuffer(bytearray(data.ljust(size, b'\0')), dtype=torch.uint8)
-        everyone = [torch.empty_like(mine) for _ in range(self.world_size*self.is_master)]
+        everyone = [torch.empty_like(mine)
+            for _ in range(self.world_size*self.is_master)]
         collective(self, 'to_master', c10d.gather, mine, everyone, 0, self.cpu_group)
         return [bytes(tensor.numpy()) for tensor in everyone]
 
@@ -93,7 +96,9 @@ class Dist:
     def barrier(self)->None:
         "Waits until all ranks are here; a rank that stays away is named."
         wait = timedelta(seconds=self.timeout_s)
-        if self.world_size>1: collective(self, 'barrier', c10d.monitored_barrier, self.cpu_group, wait, True)
+        if self.world_size>1:
+            collective(self, 'barrier', c10d.monitored_barrier, self.cpu_group, wait,
+                True)
 
 # %% ../../nbs/05_core.dist.ipynb #2d6e0909
 def collective(dist:Dist, what:str, call:Callable, *args:Any, **kwargs:Any)->Any: # its name, for the message
@@ -110,11 +115,13 @@ _JOINED:list[Dist] = [] # this process among its peers, once it has joined them
 def _join(me:Dist, backend:str, store:c10d.Store)->Dist: # of the gradients; where the ranks find each other
     "Returns this process with a group for messages, which `this_rank` gives from now on."
     wait = timedelta(seconds=me.timeout_s)
-    c10d.init_process_group(backend, store=store, rank=me.rank, world_size=me.world_size, timeout=wait)
+    c10d.init_process_group(backend, store=store, rank=me.rank,
+        world_size=me.world_size, timeout=wait)
     _JOINED[:] = [replace(me, cpu_group=c10d.new_group(backend='gloo', timeout=wait))]
     return _JOINED[0]
 
-def _one_rank(rank:int, job:Callable[[Dist],Any], world_size:int, timeout_s:float, folder:str)->None:
+def _one_rank(rank:int, job:Callable[[Dist],Any], world_size:int, timeout_s:float,
+    folder:str)->None:
     "Joins the other ranks, does the job, and writes what it returns into the folder."
     store = c10d.FileStore(f'{folder}/meeting', world_size)
     try:
@@ -129,8 +136,10 @@ def _one_rank(rank:int, job:Callable[[Dist],Any], world_size:int, timeout_s:floa
 def launch(job:Callable[[Dist],Any], world_size:int=2, timeout_s:float=60.)->list: # called on each rank
     "Forks real ranks from this process and returns what `job` returns on each; for notebooks and tests."
     with tempfile.TemporaryDirectory() as folder:
-        start_processes(_one_rank, (job, world_size, timeout_s, folder), world_size, start_method='fork')
-        return [pickle.loads(Path(folder, f'result_{r}').read_bytes()) for r in range(world_size)]
+        start_processes(_one_rank, (job, world_size, timeout_s, folder), world_size,
+            start_method='fork')
+        return [pickle.loads(Path(folder, f'result_{r}').read_bytes())
+            for r in range(world_size)]
 
 # %% ../../nbs/05_core.dist.ipynb #1bf3ac82
 def _portable(error:Exception)->Exception:
@@ -159,12 +168,17 @@ def _launch_env()->dict[str,int]|None: # `rank`, `world_size`, `local_rank`; Non
     names = dict(rank='RANK', world_size='WORLD_SIZE', local_rank='LOCAL_RANK')
     if not {'RANK', 'WORLD_SIZE'} & set(env):
         if int(env.get('SLURM_STEP_NUM_TASKS', 1))==1: return None # srun alone sets this one
-        names = dict(rank='SLURM_PROCID', world_size='SLURM_STEP_NUM_TASKS', local_rank='SLURM_LOCALID')
-    missing = [n for n in (names['rank'], names['world_size'], 'MASTER_ADDR', 'MASTER_PORT') if n not in env]
-    require(not missing, f"the environment has no {', '.join(missing)}: start with torchrun, or with srun "
+        names = dict(rank='SLURM_PROCID', world_size='SLURM_STEP_NUM_TASKS',
+            local_rank='SLURM_LOCALID')
+    missing = [n
+        for n in (names['rank'], names['world_size'], 'MASTER_ADDR', 'MASTER_PORT')
+        if n not in env]
+    require(not missing,
+        f"the environment has no {', '.join(missing)}: start with torchrun, or with srun "
         'and a job file that sets these; to run alone, unset RANK and WORLD_SIZE')
     found = {k:int(env.get(n, env[names['rank']])) for k,n in names.items()}
-    require(0<=found['rank']<found['world_size'], f"{names['rank']} is {found['rank']} of "
+    require(0<=found['rank']<found['world_size'],
+        f"{names['rank']} is {found['rank']} of "
         f"{names['world_size']} {found['world_size']}: ranks go from 0 to {found['world_size']-1}")
     return found
 
@@ -193,7 +207,8 @@ def init_dist(device:str|torch.device|None=None, timeout_s:float=1800.)->Dist: #
     env = _launch_env()
     chosen = torch.device(device) if device else pick_device()
     if env is None: return Dist(device=chosen, timeout_s=timeout_s)
-    me = Dist(**env, device=_rank_device(chosen.type, env['local_rank']), timeout_s=timeout_s)
+    me = Dist(**env, device=_rank_device(chosen.type, env['local_rank']),
+        timeout_s=timeout_s)
     backend = 'cpu:gloo,cuda:nccl' if me.device.type=='cuda' else 'gloo'
     return collective(me, 'init_dist', lambda: _join(me, backend, _meeting_store(me)))
 
@@ -246,12 +261,14 @@ def is_sharded(model:nn.Module)->bool: # True after FSDP's `fully_shard`
 # %% ../../nbs/05_core.dist.ipynb #e3ecd01e
 def wrap_model(model:nn.Module, dist:Dist|None=None)->nn.Module: # default: as torch.distributed says
     "Returns a model whose gradients are averaged over ranks; buffers are not sent, they are constants."
-    if is_sharded(model) or (dist.world_size if dist else get_world_size())==1: return model
+    if is_sharded(model) or (dist.world_size if dist else get_world_size())==1:
+        return model
     device = next(model.parameters()).device
     ids = [device.index] if device.type=='cuda' else None
     known = inspect.signature(DistributedDataParallel).parameters # a name depends on torch's release
     buffers:Any = {next(n for n in ('forward_sync_buffers','broadcast_buffers') if n in known):False}
-    return DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True, **buffers)
+    return DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True,
+        **buffers)
 
 # %% ../../nbs/05_core.dist.ipynb #64338f6e
 def unwrap_model(model:nn.Module)->nn.Module: # wrapped by DDP and torch.compile, in any order
@@ -293,7 +310,8 @@ def _shield_worker()->None:
     "Lets a loader worker outlive the signals that stop a run."
     for name in ('SIGINT', 'SIGUSR1', 'SIGHUP'):
         if hasattr(signal, name): signal.signal(getattr(signal, name), signal.SIG_IGN)
-    if hasattr(signal, 'alarm'): signal.signal(signal.SIGTERM, lambda *_: signal.alarm(_WORKER_GRACE_S))
+    if hasattr(signal, 'alarm'):
+        signal.signal(signal.SIGTERM, lambda *_: signal.alarm(_WORKER_GRACE_S))
 
 # %% ../../nbs/05_core.dist.ipynb #cf926f49
 def _end_with(parent:int)->None: # number of a process
@@ -321,7 +339,8 @@ def check_socket_room()->None:
     folder = tempfile.gettempdir()
     most = _SOCKET_NAME-_BEHIND
     size = len(os.fsencode(folder))
-    require(size<=most, f'the temporary directory {folder} has a name of {size} bytes, loader workers can '
+    require(size<=most,
+        f'the temporary directory {folder} has a name of {size} bytes, loader workers can '
         f'use at most {most}: set TMPDIR to a shorter one, or num_workers and val_workers to 0')
 
 # %% ../../nbs/05_core.dist.ipynb #246c4301

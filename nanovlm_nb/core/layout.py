@@ -20,7 +20,8 @@ from .usage import require
 # %% ../../nbs/12_core.layout.ipynb #08a10006
 _CU_STEP = 64 # `cu` has as many entries as there are such stretches, or a multiple of this
 
-def _document_tensors(doc_lens:Sequence[Sequence[int]], T:int, starts:Sequence[int])->dict[str,Tensor]:
+def _document_tensors(doc_lens:Sequence[Sequence[int]], T:int,
+    starts:Sequence[int])->dict[str,Tensor]:
     """Returns documents and gaps as tensors: `cu` (n,) int32, `documents` and `positions` (B, T).
     A row of `T` positions has documents of these lengths, the first of which begins at its start."""
     runs:list[tuple[int,int]] = [] # length and number of each document, number 0: of each gap
@@ -36,13 +37,15 @@ def _document_tensors(doc_lens:Sequence[Sequence[int]], T:int, starts:Sequence[i
     cu[1:len(runs)+1] = ends
     documents = numbers.repeat_interleave(lens).view(len(doc_lens), T)
     positions = torch.arange(len(doc_lens)*T)-(ends-lens).repeat_interleave(lens)
-    return dict(cu=cu, documents=documents, positions=positions.view_as(documents)*(documents>0))
+    return dict(cu=cu, documents=documents,
+        positions=positions.view_as(documents)*(documents>0))
 
 # %% ../../nbs/12_core.layout.ipynb #326b7a43
 def check_targets(targets:Tensor, vocab_size:int)->None: # of a `Layout`; waits for a GPU
     "Raises a ValueError for a target that is no token."
     low,high = (int(x) for x in targets.aminmax()) if len(targets) else (0,0)
-    require(0<=low<=high<vocab_size, f'targets from {low} to {high} do not fit a vocabulary of {vocab_size}: '
+    require(0<=low<=high<vocab_size,
+        f'targets from {low} to {high} do not fit a vocabulary of {vocab_size}: '
         'check lm_vocab_size against the tokenizer')
 
 # %% ../../nbs/12_core.layout.ipynb #08a1000d
@@ -97,7 +100,8 @@ class Layout:
         "Returns the layout of rows that are padded on either side, one document a row."
         mask = attention_mask.bool().int()
         gaps = mask.diff(dim=1, prepend=0*mask[:,:1]).clamp(0).sum(1)>1 # a row rises more than once
-        if gaps.any(): raise ValueError(f'attention_mask has a gap in row {int(gaps.int().argmax())}: '
+        if gaps.any():
+            raise ValueError(f'attention_mask has a gap in row {int(gaps.int().argmax())}: '
             'padding must be on the left or on the right')
         starts = (mask.cumsum(1)==0).sum(1)*mask.any(1)
         lens = tuple((n,) if n else () for n in mask.sum(1).tolist())
@@ -133,9 +137,11 @@ class Layout:
     def longer(self, T:int)->'Layout': # positions, no fewer than now
         "The same layout of one row with more padding at its end; a GPU is not waited for."
         more = T-self.T
-        documents,positions = (F.pad(x, (0,more)) for x in (self.documents,self.positions))
+        documents,positions = (F.pad(x, (0,more))
+            for x in (self.documents,self.positions))
         longest = self.longest and max(self.longest, more)
-        return replace(self, T=T, cu=F.pad(self.cu, (0,1), value=T), documents=documents,
+        return replace(self, T=T, cu=F.pad(self.cu, (0,1), value=T),
+            documents=documents,
             positions=positions, longest=longest)
 
     def once(self, key, make:Callable): # what is asked for, and what makes it the first time
@@ -152,9 +158,11 @@ class Layout:
     def to(self, device:str|torch.device)->'Layout': # itself if its tensors are there
         "The same layout on a device; from pinned memory to a GPU without waiting."
         device = torch.device(device)
-        if all(x is None or x.device==device for x in (self.cu, self.slots, self.at)): return self
+        if all(x is None or x.device==device for x in (self.cu, self.slots, self.at)):
+            return self
         return self.once(('to',device),
-                         lambda: self.each(lambda x: x.to(device, non_blocking=device.type!='cpu')))
+                         lambda: self.each(lambda x: x.to(device,
+                             non_blocking=device.type!='cpu')))
 
 # %% ../../nbs/12_core.layout.ipynb #09c20001
 @dataclass(frozen=True)
@@ -172,12 +180,15 @@ class Tiles:
         places = patch_places(tile_places(grids)[1:,order], factor)
         patches = factor*factor
         windows = Layout.from_doc_lens([[patches*n for n in lens]], places.shape[1])
-        pictures = Layout.from_doc_lens([[patches*r*c for r,c in grids]], places.shape[1])
-        return cls(order, places, replace(windows, longest=patches*window*window), pictures)
+        pictures = Layout.from_doc_lens([[patches*r*c for r,c in grids]],
+            places.shape[1])
+        return cls(order, places, replace(windows, longest=patches*window*window),
+            pictures)
 
     def each(self, change:Callable)->'Tiles': # takes and returns a tensor
         "The same with other tensors."
-        windows,pictures = (layout.each(change) for layout in (self.windows,self.pictures))
+        windows,pictures = (layout.each(change)
+            for layout in (self.windows,self.pictures))
         return Tiles(change(self.order), change(self.places), windows, pictures)
 
 # %% ../../nbs/12_core.layout.ipynb #08a10c02
@@ -198,5 +209,6 @@ class PackedMask(Tensor):
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         result = super().__torch_function__(func, types, args, kwargs)
         doc_lens = getattr(args[0], 'doc_lens', None) if args else None
-        if doc_lens and isinstance(result, cls) and result.shape==args[0].shape: result.doc_lens = doc_lens
+        if doc_lens and isinstance(result, cls) and result.shape==args[0].shape:
+            result.doc_lens = doc_lens
         return result

@@ -80,7 +80,9 @@ def _report_line(metrics:dict, at:str, left:float=nan)->str: # e.g. '3/40'; see 
     rates = sorted(float(v) for k,v in metrics.items() if k.startswith('lr_'))
     loss,*rest = _progress(metrics, left)
     parts = [f'update {at}', loss]
-    if rates: parts.append('lr '+' to '.join(dict.fromkeys(f'{r:.2g}' for r in (rates[0], rates[-1]))))
+    if rates:
+        parts.append('lr '+' to '.join(dict.fromkeys(f'{r:.2g}'
+            for r in (rates[0], rates[-1]))))
     return ' | '.join([*parts, *rest])
 
 # %% ../../nbs/09_core.logs.ipynb #05a1000d
@@ -90,13 +92,15 @@ _LATER = 'val_loss','best_val_loss','best_step','answers/','drops/','epoch_token
 def _event_line(metrics:dict, step:int)->str: # figures that are not those of an update; '': nothing to tell
     "Returns what is told at once: a validation with its loss in words, others by name."
     parts = [_named({k:v for k,v in metrics.items() if not k.startswith(_LATER)})]
-    if 'val_loss' in metrics: parts.insert(0, f"validation loss {float(metrics['val_loss']):.4g}")
+    if 'val_loss' in metrics:
+        parts.insert(0, f"validation loss {float(metrics['val_loss']):.4g}")
     text = ' | '.join(filter(None, parts))
     if text and metrics.get('best_step')==step: text += ', the best so far'
     return fill(f'update {step}: {text}', 100, subsequent_indent='    ') if text else ''
 
 # %% ../../nbs/09_core.logs.ipynb #f0120002
-def _minimind_line(metrics:dict, step:int, total:int|None, epochs:int, pace:float=nan)->str:
+def _minimind_line(metrics:dict, step:int, total:int|None, epochs:int,
+    pace:float=nan)->str:
     "Returns an update as MiniMind shows it; `epochs` of the run, `pace`: seconds of an update."
     size = max(-(-(total or step)//epochs), 1)
     epoch,at = divmod(step-1, size)
@@ -108,7 +112,8 @@ def _minimind_line(metrics:dict, step:int, total:int|None, epochs:int, pace:floa
 # %% ../../nbs/09_core.logs.ipynb #510f8abc
 class _TextFile(logging.FileHandler):
     "Lines that a full disk refuses are on the screen."
-    def _open(self): return open_own(self.baseFilename, self.mode, encoding=self.encoding)
+    def _open(self):
+        return open_own(self.baseFilename, self.mode, encoding=self.encoding)
     def handleError(self, record): pass
 
 # %% ../../nbs/09_core.logs.ipynb #8cbf546c
@@ -163,8 +168,11 @@ class _Screen:
     def log(self, metrics:dict, step:int)->None: # see `RunLog.log`
         "Shows the figures of an update, or others at once."
         from tqdm.auto import tqdm as auto
-        if self.bar is None: self.bar = auto(total=self.total, initial=step, disable=self.hidden, leave=False,
-            dynamic_ncols=True, bar_format='{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix}')
+        if self.bar is None:
+            self.bar = auto(total=self.total, initial=step, disable=self.hidden,
+                leave=False,
+            dynamic_ncols=True,
+            bar_format='{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix}')
         if 'batch_loss' in metrics: self._update(metrics, step)
         else:
             line = _event_line(metrics, step)
@@ -179,7 +187,8 @@ class _Screen:
         self.said = min(self.said, now)
         pace = (now-began)/(step-first) if step>first else nan # seconds of an update
         left = pace*max((total or nan)-step, 0)
-        if self.epochs and report: self.info(_minimind_line(metrics, step, total, self.epochs, pace))
+        if self.epochs and report:
+            self.info(_minimind_line(metrics, step, total, self.epochs, pace))
         elif not self.epochs and (report or step==first+10 or now-self.said>=_REPORT_S):
             at = f'{step}/{total}' if total else f'{step}'
             self.info(_report_line(metrics, at, left), shown=self.bar.disable)
@@ -222,7 +231,8 @@ class _Tracker:
 
     def log(self, metrics:dict, step:int)->None: # see `RunLog.log`; text stays here
         "Sends the figures of one step."
-        figures = {k:float(v) for k,v in metrics.items() if not (v is None or isinstance(v, str))}
+        figures = {k:float(v) for k,v in metrics.items()
+            if not (v is None or isinstance(v, str))}
         with self: self.failed or self.send(figures, step)
 
     def close(self, failed:bool=False)->None: # whether the run ended with an error
@@ -254,21 +264,26 @@ def _open_wandb(run_dir:Path, config:dict={}, run_name:str|None=None, # director
     "Begins or resumes a run of Weights & Biases, with its settings."
     import wandb
     mode = wandb_mode(wandb)
-    run:Any = wandb.init(entity=entity, project=project, name=run_name, config=config, dir=str(run_dir),
-        id=wandb_id(run_dir), resume='allow', mode=mode, settings=wandb.Settings(silent=True, console='off'))
+    run:Any = wandb.init(entity=entity, project=project, name=run_name, config=config,
+        dir=str(run_dir),
+        id=wandb_id(run_dir), resume='allow', mode=mode,
+        settings=wandb.Settings(silent=True, console='off'))
     run.define_metric('lmms_eval/*', step_metric=EVAL_AXIS)
-    return (lambda figures, step: run.log(figures, **({} if EVAL_AXIS in figures else dict(step=step))),
+    return (lambda figures, step: run.log(figures,
+        **({} if EVAL_AXIS in figures else dict(step=step))),
         lambda failed: run.finish(exit_code=int(failed)),
         f'wandb {run.url}' if mode=='online' else f'wandb {mode}, in {run_dir}/wandb')
 
 # %% ../../nbs/09_core.logs.ipynb #05a10023
-def _open_trackio(run_dir:Path, config:dict={}, run_name:str|None=None, entity:str|None=None,
+def _open_trackio(run_dir:Path, config:dict={}, run_name:str|None=None,
+    entity:str|None=None,
     project:str='nanoVLM')->_Service: # see `_open_wandb`; there is no entity
     "Begins or resumes a run of trackio."
     import trackio
     name = f'{run_name}-{wandb_id(run_dir)}'
     run = trackio.init(project, name, config=config, resume='allow', embed=False)
-    return (lambda figures, step: run.log(figures, step=int(figures.pop(EVAL_AXIS, step))),
+    return (lambda figures, step: run.log(figures,
+        step=int(figures.pop(EVAL_AXIS, step))),
         lambda failed: trackio.finish(),
         f"trackio {os.environ.get('TRACKIO_SPACE_ID', 'show --project '+project)}")
 
@@ -285,7 +300,8 @@ def _open_tensorboard(run_dir:Path, *about:Any)->_Service: # see `_open_wandb`
         for name,value in figures.items(): files[0].add_scalar(name, value, at)
     return send,lambda failed: [f.close() for f in files],f'tensorboard --logdir {run_dir}'
 
-_TRACKERS:dict[str,Callable[...,_Service]] = dict(wandb=_open_wandb, trackio=_open_trackio,
+_TRACKERS:dict[str,Callable[...,_Service]] = dict(wandb=_open_wandb,
+    trackio=_open_trackio,
     tensorboard=_open_tensorboard)
 
 # %% ../../nbs/09_core.logs.ipynb #792f5cf1
@@ -299,7 +315,8 @@ class RunLog:
         self.trackers = [*trackers]
         self.about = about
         for name in self.trackers: # refused on every rank; wandb comes with the library
-            require(name=='wandb' or find_spec(name), f'tracker {name}: the package {name} is not there: '
+            require(name=='wandb' or find_spec(name),
+                f'tracker {name}: the package {name} is not there: '
                 f'pip install {name}, or leave it out of tracker')
         self.sinks:list[Any] = []
         self.screen = _Screen(self.run_dir/TEXT_LOG, **shown) if dist.is_master else None
@@ -312,7 +329,8 @@ class RunLog:
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self.screen.open()
         self.sinks = [_JsonLines(self.run_dir/LOG), self.screen]
-        self.sinks += [_Tracker(name, _TRACKERS[name], self.run_dir, *self.about) for name in self.trackers]
+        self.sinks += [_Tracker(name, _TRACKERS[name], self.run_dir, *self.about)
+            for name in self.trackers]
 
     def log(self, metrics:dict, step:int)->None: # by name; updates done
         "Writes, shows and sends the figures of one step."
@@ -344,7 +362,8 @@ class RunLog:
     def close(self, failed:bool=False)->None: # whether the run ended with an error
         "Closes everything that is open, in reverse order; a second call does nothing."
         with ExitStack() as closing:
-            for sink in self.sinks or filter(None, [self.screen]): closing.callback(sink.close, failed)
+            for sink in self.sinks or filter(None, [self.screen]):
+                closing.callback(sink.close, failed)
             self.sinks = []
             self.screen = None
 
@@ -353,5 +372,6 @@ class RunLog:
         refused = isinstance(error, UsageError) and not self.position # the command says it
         try:
             if self.screen and not refused and self.run_dir.is_dir(): self.screen.open()
-            if kind is not None and not refused: self.info(f'the run ended with {kind.__name__}: {error}')
+            if kind is not None and not refused:
+                self.info(f'the run ended with {kind.__name__}: {error}')
         finally: self.close(failed=kind is not None)

@@ -70,9 +70,12 @@ def share_files(folder:Path)->None:
 def remove(path:Path)->None:
     "Deletes a file, a link or a directory, if there is one; a directory is whole or absent meanwhile."
     if not path.is_dir() or path.is_symlink(): return path.unlink(missing_ok=True)
-    if not path.name.endswith(TMP): path = path.rename(path.with_name(f'{path.name}.deleted{TMP}'))
+    if not path.name.endswith(TMP):
+        path = path.rename(path.with_name(f'{path.name}.deleted{TMP}'))
     shutil.rmtree(path, ignore_errors=True)
-    if path.exists(): logging.getLogger(__name__).warning('%s cannot be deleted: delete it yourself', path)
+    if path.exists():
+        logging.getLogger(__name__).warning('%s cannot be deleted: delete it yourself',
+            path)
 
 # %% ../../nbs/01_core.run_dir.ipynb #b7c40a02
 # follow no link, wait for nobody at a pipe; Windows has neither
@@ -84,13 +87,15 @@ def check_plain(path:str|Path)->None: # in a run's directory; need not be there
         found = os.lstat(path)
         is_file = stat.S_ISREG(found.st_mode)
         kind = 'a link' if is_file or stat.S_ISLNK(found.st_mode) else 'neither a file nor a directory'
-        require(stat.S_ISDIR(found.st_mode) or is_file and found.st_nlink<2, f'{path} is {kind}, and a run '
+        require(stat.S_ISDIR(found.st_mode) or is_file and found.st_nlink<2,
+            f'{path} is {kind}, and a run '
             'writes only into files of its own: remove it or put a copy in its place')
 
 def open_own(path:str|Path, mode:str, **how:Any)->Any: # as `open` takes them
     "Opens a file of a run, but nothing to which its name leads; see `check_plain`."
     check_plain(path)
-    return open(path, mode, opener=lambda name, flags: os.open(name, flags|_PLAIN, 0o666), **how)
+    return open(path, mode,
+        opener=lambda name, flags: os.open(name, flags|_PLAIN, 0o666), **how)
 
 # %% ../../nbs/01_core.run_dir.ipynb #a10600d6
 def file_digest(path:str|Path, kind:Callable=hashlib.sha256)->str: # or `xxh3_128`; hexadecimal digits
@@ -105,7 +110,8 @@ def file_digests(folder:Path, names:Iterable[str], kind:Callable=xxh3_128)->dict
     "Returns the digests of several files of a folder, which are read at once."
     names = [*names]
     with ThreadPoolExecutor(4) as pool:
-        return dict(zip(names, pool.map(lambda name: file_digest(folder/name, kind), names)))
+        return dict(zip(names,
+            pool.map(lambda name: file_digest(folder/name, kind), names)))
 
 # %% ../../nbs/01_core.run_dir.ipynb #a10600d9
 MANIFEST = 'manifest.json' # lists the files of a directory: size and digest of each
@@ -113,10 +119,12 @@ MANIFEST = 'manifest.json' # lists the files of a directory: size and digest of 
 def file_sizes(folder:str|Path)->dict[str,int]: # name relative to `folder` -> bytes
     "Returns the files below a directory, without the manifest and files that vanish meanwhile."
     paths:list[Path] = []
-    for at,_,names in os.walk(folder): paths += [Path(at)/name for name in names if name!=MANIFEST]
+    for at,_,names in os.walk(folder):
+        paths += [Path(at)/name for name in names if name!=MANIFEST]
     sizes = {}
     for path in sorted(paths):
-        with suppress(FileNotFoundError): sizes[path.relative_to(folder).as_posix()] = path.stat().st_size
+        with suppress(FileNotFoundError):
+            sizes[path.relative_to(folder).as_posix()] = path.stat().st_size
     return sizes
 
 # %% ../../nbs/01_core.run_dir.ipynb #b2f50b45
@@ -124,9 +132,11 @@ def write_manifest(folder:str|Path, known:dict[str,str]={}, # digests that were 
     deep:bool=True)->None: # False: leave out what lies in folders
     "Lists the files of a directory."
     folder = Path(folder)
-    sizes = {name:size for name,size in file_sizes(folder).items() if deep or '/' not in name}
+    sizes = {name:size for name,size in file_sizes(folder).items() if deep
+        or '/' not in name}
     digests = file_digests(folder, sizes.keys()-known.keys())|known
-    listed = {name:dict(bytes=size, xxh128=digests[name]) for name,size in sizes.items()}
+    listed = {name:dict(bytes=size, xxh128=digests[name])
+        for name,size in sizes.items()}
     write_atomic(folder/MANIFEST, json.dumps(listed, indent=1)+'\n')
 
 # %% ../../nbs/01_core.run_dir.ipynb #a10600dc
@@ -136,8 +146,11 @@ def _read_manifest(folder:Path)->dict[str,tuple[int,str]]: # name -> bytes, dige
     try:
         listed = json.loads(file.read_text(encoding='utf-8')) if file.is_file() else {} # a pipe never ends
         # earlier versions of this library wrote SHA-256
-        return {name:(int(e['bytes']), e.get('xxh128') or e['sha256']) for name,e in listed.items()}
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError): return {}
+        return {name:(int(e['bytes']), e.get('xxh128') or e['sha256'])
+            for name,e in listed.items()}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError,
+        RecursionError):
+        return {}
 
 # %% ../../nbs/01_core.run_dir.ipynb #a10600df
 READ_BY_LOADERS = ('.json','.safetensors','.jinja') # endings of files that change what is loaded
@@ -151,7 +164,8 @@ def missing_pieces(folder:Path, needs:Iterable[str]=NEEDED)->list[str]: # names 
     there = file_sizes(folder)
     missing = [name for name in needs if name not in listed]
     for name,(size,_) in listed.items():
-        if there.get(name)!=size: missing.append(f'{name} ({there.get(name, 0)} instead of {size} bytes)')
+        if there.get(name)!=size:
+            missing.append(f'{name} ({there.get(name, 0)} instead of {size} bytes)')
     return missing
 
 # %% ../../nbs/01_core.run_dir.ipynb #d51562c8
@@ -162,7 +176,8 @@ def _changed_files(folder:Path, deep:bool=True)->list[str]: # phrases; False: le
     kind:Callable = xxh3_128
     if any(len(digest)==64 for _,digest in listed.values()): kind = hashlib.sha256
     digests = file_digests(folder, [n for n in there if n in listed], kind)
-    changed = [f'{n} is not as it was written' for n,digest in digests.items() if digest!=listed[n][1]]
+    changed = [f'{n} is not as it was written' for n,digest in digests.items()
+        if digest!=listed[n][1]]
     added = [n for n in there if n not in listed and n.endswith(READ_BY_LOADERS)]
     return [*changed, *(f'{n} is not in its manifest' for n in added)]
 
@@ -219,11 +234,13 @@ _STEP = re.compile(r'step_(0|[1-9]\d*)') # step_07 and the like are not ours
 
 def read_state(checkpoint:Path, needed:Iterable[str]=('step','data','configs'))->dict: # `trainer_state.json`
     "Returns the state of a run; a UsageError if the file holds something else."
-    try: state = json.loads((Path(checkpoint)/TRAINER_STATE).read_text(encoding='utf-8'))
+    try:
+        state = json.loads((Path(checkpoint)/TRAINER_STATE).read_text(encoding='utf-8'))
     except (ValueError, RecursionError): state = None
     require(isinstance(state, dict), 'trainer_state.json is not the state of a run')
     lacking = ', '.join(n for n in needed if n not in state)
-    require(not lacking, f'{checkpoint} is no place to go on from, its trainer_state.json has no {lacking}: '
+    require(not lacking,
+        f'{checkpoint} is no place to go on from, its trainer_state.json has no {lacking}: '
         'to begin a new run with its weights, give load_from without resume')
     return state
 
@@ -247,7 +264,8 @@ def check_files(folder:Path)->None: # with a manifest or without; folders in it 
     odd = next((p for p in folder.glob('*') if p.exists() and not (p.is_file() or p.is_dir())), None)
     require(odd is None, f'{odd} is a pipe or a device: copy the checkpoint again')
     wrong = ', '.join(_changed_files(folder, deep=False))
-    require(not wrong, f'{folder} is damaged: {wrong}. Take another checkpoint, or copy it again; '
+    require(not wrong,
+        f'{folder} is damaged: {wrong}. Take another checkpoint, or copy it again; '
         f'{MEANT.format(folder)}')
 
 # %% ../../nbs/01_core.run_dir.ipynb #55b5ba5b
@@ -263,7 +281,8 @@ def checkpoints(run_dir:Path)->list[Path]: # the oldest step first
     return sorted((p for p in named if p.is_dir() and not p.is_symlink()), key=step_of)
 
 # %% ../../nbs/01_core.run_dir.ipynb #c0a7ec61
-def usable_checkpoint(run_dir:Path, thorough:bool=False)->tuple[Path|None,dict[Path,str]]:
+def usable_checkpoint(run_dir:Path, thorough:bool=False)->tuple[Path|None,
+    dict[Path,str]]:
     """Returns the newest checkpoint that can be used, or None, and what is wrong with those passed over.
     `thorough` reads every file, as before a run resumes."""
     passed = {}
@@ -313,7 +332,8 @@ def todo_of(checkpoint:Path)->Path: # need not be there
 def abandoned(run_dir:Path)->list[Path]: # the oldest first
     "Returns the `abandoned_N` directories: what was set aside, one directory each time."
     named = [p for p in Path(run_dir).glob('abandoned_*') if p.name[10:].isdecimal()]
-    return sorted((p for p in named if p.is_dir() and not p.is_symlink()), key=lambda p: int(p.name[10:]))
+    return sorted((p for p in named if p.is_dir() and not p.is_symlink()),
+        key=lambda p: int(p.name[10:]))
 
 # %% ../../nbs/01_core.run_dir.ipynb #8b0dc2fb
 def is_own(run_dir:Path, checkpoint:Path|None)->bool: # None: there is none, which is not
@@ -330,7 +350,8 @@ def run_of(path:str|Path)->Path: # a checkpoint or a run; need not be there
 # %% ../../nbs/01_core.run_dir.ipynb #fc0af26d
 def left_behind(run_dir:Path, checkpoint:Path|None)->list[Path]: # one of its own; None: its beginning
     "Returns the checkpoints that a run leaves behind when it resumes from this one, the oldest step first."
-    newer = [p for p in checkpoints(run_dir) if checkpoint is None or step_of(p)>step_of(checkpoint)]
+    newer = [p for p in checkpoints(run_dir) if checkpoint is None
+        or step_of(p)>step_of(checkpoint)]
     ours = [p for p in newer if _read_manifest(p) or (p/TRAINER_STATE).is_file()]
     return [p for p in ours if not any(path.is_symlink() for path in p.iterdir())] # a run makes no links
 
@@ -339,7 +360,8 @@ ASIDE = f'abandoned{TMP}' # gets what is set aside, until all of it is there
 
 def abandoned_folder(run_dir:Path)->Path: # is not there
     "Returns the next `abandoned_N`; nothing is mixed with what lies under such a name."
-    numbers = [int(p.name[10:]) for p in Path(run_dir).glob('abandoned_*') if p.name[10:].isdecimal()]
+    numbers = [int(p.name[10:]) for p in Path(run_dir).glob('abandoned_*')
+        if p.name[10:].isdecimal()]
     return Path(run_dir)/f'abandoned_{max(numbers, default=0)+1}'
 
 # %% ../../nbs/01_core.run_dir.ipynb #5e7a51de
@@ -362,9 +384,12 @@ def why_kept(folder:Path)->str: # empty: a run has made all of it
     for manifest in folder.rglob(MANIFEST):
         names = _read_manifest(manifest.parent)
         if names: listed |= {manifest, *(manifest.parent/name for name in names)}
-    if folder.is_symlink() or folder/MANIFEST not in listed: return f'it has no {MANIFEST} of a run'
-    others = (p for p in folder.rglob('*') if p.is_symlink() or not (p.is_dir() or p in listed))
-    return next((f'{p.relative_to(folder)} in it is not of the run' for p in others), '')
+    if folder.is_symlink() or folder/MANIFEST not in listed:
+        return f'it has no {MANIFEST} of a run'
+    others = (p for p in folder.rglob('*') if p.is_symlink()
+        or not (p.is_dir() or p in listed))
+    return next((f'{p.relative_to(folder)} in it is not of the run' for p in others),
+        '')
 
 # %% ../../nbs/01_core.run_dir.ipynb #70fd2865
 def written(checkpoint:Path)->float: # seconds since 1970
@@ -377,7 +402,8 @@ def written(checkpoint:Path)->float: # seconds since 1970
 def _delete_old(run_dir:Path, old:list[Path])->list[Path]: # what was deleted
     "Deletes those of the checkpoints that are not needed."
     needed = {last_checkpoint(run_dir), read_pointer(run_dir, BEST)}
-    old = [p for p in old if p not in needed and not todo_of(p).exists() and not why_kept(p)]
+    old = [p for p in old if p not in needed and not todo_of(p).exists()
+        and not why_kept(p)]
     for p in old: remove(p)
     return old
 
@@ -386,7 +412,8 @@ def prune(run_dir:Path, keep:int)->list[Path]: # newest checkpoints that stay, -
     "Deletes old checkpoints."
     last = last_checkpoint(run_dir)
     if keep==-1 or last is None: return []
-    return _delete_old(run_dir, [p for p in checkpoints(run_dir) if step_of(p)<=step_of(last)][:-keep])
+    return _delete_old(run_dir,
+        [p for p in checkpoints(run_dir) if step_of(p)<=step_of(last)][:-keep])
 
 # %% ../../nbs/01_core.run_dir.ipynb #6c0e7d25
 def prune_older(run_dir:Path, days:float=7.)->list[Path]: # age
@@ -405,7 +432,8 @@ def lock_file(file, shared:bool=False)->bool|None: # `shared`: only look; None: 
         fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX)|fcntl.LOCK_NB)
     except BlockingIOError: return False
     except (ImportError, OSError) as e:
-        logger.warning('%s cannot be locked (%s): see that only one run writes there', file.name, e)
+        logger.warning('%s cannot be locked (%s): see that only one run writes there',
+            file.name, e)
         return None
     return True
 
@@ -440,7 +468,8 @@ def run_lock(run_dir:Path)->Iterator[None]: # made if need be
     path = Path(run_dir)/LOCK
     until = time.monotonic()+_WAIT_S
     while (file := _locked(path)) is None:
-        require(time.monotonic()<until, f"{run_dir} is in use by {holder(run_dir) or 'another process'}: "
+        require(time.monotonic()<until,
+            f"{run_dir} is in use by {holder(run_dir) or 'another process'}: "
             'wait for its end, stop it, or give another run_name')
         time.sleep(.2)
     if hasattr(os, 'register_at_fork'): os.register_at_fork(after_in_child=file.close) # loader workers
@@ -466,14 +495,16 @@ def check_run_dir(run_dir:Path)->None: # need not be there
             if folder!=run_dir or not aside.fullmatch(path.name): check_plain(path)
 
 # what a run replaces, and no other program's files may be called
-_REPLACED = (CONFIG,CLASSIFY,LOG,DROPPED,DROP_LIST,BAD_UPDATES,RECORD,ANSWER_TABLE,KEPT_ROWS,KEPT_HELD_OUT,
+_REPLACED = (CONFIG,CLASSIFY,LOG,DROPPED,DROP_LIST,BAD_UPDATES,RECORD,ANSWER_TABLE,
+    KEPT_ROWS,KEPT_HELD_OUT,
     OWN_PARTS,EXAMPLE,EXAMPLE_PICTURE,'given.yaml','curves.png','samples.png')
 
 def check_new(run_dir:Path, config:str|Path|None=None)->None: # need not be there; the user's own settings
     "Raises a UsageError that names a file which a run would replace, of a directory in which none has begun."
     if (run_dir/STATUS).is_file() or checkpoints(run_dir): return
     for path in (run_dir/name for name in _REPLACED if (run_dir/name).exists()):
-        require(config and path.samefile(config), f'{path} would be replaced, and is not of a run: '
+        require(config and path.samefile(config),
+            f'{path} would be replaced, and is not of a run: '
             'move it elsewhere, or give another run_name')
 
 def check_way(run_dir:Path, checkpoint:Path|None, last:float)->None: # one of its own; the last update
@@ -481,7 +512,8 @@ def check_way(run_dir:Path, checkpoint:Path|None, last:float)->None: # one of it
     begin = -1 if checkpoint is None else step_of(checkpoint)
     ours = left_behind(run_dir, checkpoint) # will be set aside
     for path in Path(run_dir).glob('step_*'):
-        if path in ours or not _STEP.fullmatch(path.name) or not begin<step_of(path)<=last: continue
+        if path in ours or not _STEP.fullmatch(path.name) or not begin<step_of(path)<=last:
+            continue
         is_empty = not path.is_symlink() and path.is_dir() and not any(path.iterdir())
         require(is_empty, f'{path} is in the way of a checkpoint, and is not of a run: '
             'move it elsewhere, or give another run_name')
@@ -496,7 +528,8 @@ def find_checkpoint(name:str|Path)->str: # the log says which is taken, and why
     if best is None or not step_of(best) or missing_pieces(best):
         best = last_checkpoint(path)
         why = 'the last one: no validated update is known as the best'
-    if best is None: raise MissingFile(f'{name} holds no checkpoint: give one, or a run that has one')
+    if best is None:
+        raise MissingFile(f'{name} holds no checkpoint: give one, or a run that has one')
     logger.info('%s: %s is taken, %s', path, best.name, why)
     return str(best)
 

@@ -29,10 +29,13 @@ def save_yaml(path:str|Path, vlm_cfg:VLMConfig, train_cfg:TrainConfig)->None:
     Fields of a script's own classes are left out: it adds them each time."""
     sections:dict = {}
     for name,cfg in (('vlm',vlm_cfg),('train',train_cfg)):
-        sections[name] = {field:value for field,value in cfg.to_dict().items() if field in FIELDS}
+        sections[name] = {field:value for field,value in cfg.to_dict().items()
+            if field in FIELDS}
     tokens = sections['vlm']['vlm_extra_tokens']
-    sections['vlm']['vlm_extra_tokens'] = [{name:token} for name,token in tokens.items()]
-    write_atomic(path, yaml.safe_dump(sections, sort_keys=False, allow_unicode=True, width=10**6))
+    sections['vlm']['vlm_extra_tokens'] = [{name:token}
+        for name,token in tokens.items()]
+    write_atomic(path,
+        yaml.safe_dump(sections, sort_keys=False, allow_unicode=True, width=10**6))
 
 def _in_order(tokens:Any)->Any: # `vlm_extra_tokens` as a YAML file has it
     "Returns the tokens in the order of their ids."
@@ -86,13 +89,15 @@ def _of_run(path):
     "Whether a file comes with a run: by its name, or because it lies in a run's directory, or one below."
     if Path(path).name in (CONFIG,TRAINER_STATE): return True
     folders = Path(path).absolute().parents[:2]
-    return any(checkpoints(p) or (p/CONFIG).is_file() and (p/STATUS).is_file() for p in folders)
+    return any(checkpoints(p) or (p/CONFIG).is_file() and (p/STATUS).is_file()
+        for p in folders)
 
 def check_trust(path:str|Path, values:dict, given:Iterable[str])->None:
     """Raises a UsageError where a file of a run names code, or where results are sent, and the user has not
     named it again. `values` are its settings, `given` the names of those that the user gives."""
     again = trust_flags({n:v for n,v in values.items() if n not in given})
-    require(not again or not _of_run(path), f'{path} names code, or where results are sent, and files of a '
+    require(not again or not _of_run(path),
+        f'{path} names code, or where results are sent, and files of a '
         f'run are read as data alone: add {" ".join(again)} if you trust it')
 
 # %% ../../nbs/04_core.settings.ipynb #bce314fe
@@ -111,7 +116,8 @@ def _read_yaml(path, given):
         there += [f'{section}.{name}' for name in of_class[section]]
     check_known(there, known, f'key in {path}')
     values = of_class['vlm']|of_class['train']
-    if 'vlm_extra_tokens' in values: values['vlm_extra_tokens'] = _in_order(values['vlm_extra_tokens'])
+    if 'vlm_extra_tokens' in values:
+        values['vlm_extra_tokens'] = _in_order(values['vlm_extra_tokens'])
     kinds = kinds_of(VLMConfig)|kinds_of(TrainConfig)
     try: values = {n:as_type(n, v, kinds[n]) for n,v in values.items()}
     except UsageError as e: raise UsageError(f'{path}: {e}') from e
@@ -119,7 +125,8 @@ def _read_yaml(path, given):
     return sections.get('preset'),values|(given or {})
 
 # %% ../../nbs/04_core.settings.ipynb #5fb55ce3
-def load_yaml(path:str|Path, name:str|None=None, given:dict|None={})->tuple[VLMConfig,TrainConfig]:
+def load_yaml(path:str|Path, name:str|None=None, given:dict|None={})->tuple[VLMConfig,
+    TrainConfig]:
     """Returns the configurations that a file describes, over the preset that it names, or `name`.
     `given` is in place of what the file says, and names again what a run's file may not;
     None: only to look."""
@@ -129,7 +136,8 @@ def load_yaml(path:str|Path, name:str|None=None, given:dict|None={})->tuple[VLMC
 
 # %% ../../nbs/04_core.settings.ipynb #f1257023
 # fields that say where a start looks, as they are when nothing is given
-_WHERE = {n:FIELDS[n].default for n in ('run_name','resume','load_from','resume_from_vlm_checkpoint',
+_WHERE = {n:FIELDS[n].default
+    for n in ('run_name','resume','load_from','resume_from_vlm_checkpoint',
     'vlm_checkpoint_path')}
 
 def _beside(checkpoint, name, resume):
@@ -140,7 +148,8 @@ def _beside(checkpoint, name, resume):
     made = next((p for p in folders[:2] if (p/CONFIG).is_file()), None) # a run
     return (made.parent if made else folders[-1])/name
 
-def run_path(vlm_checkpoint_path:str, run_name:str|None=None, resume:bool=False, load_from:str|None=None,
+def run_path(vlm_checkpoint_path:str, run_name:str|None=None, resume:bool=False,
+    load_from:str|None=None,
     resume_from_vlm_checkpoint:bool=False, **others)->Path|None: # `others` are not looked at
     "Returns the directory of the run that some settings name; None: a new one that has no name yet."
     if not run_name: return run_of(load_from) if resume and load_from else None
@@ -152,7 +161,8 @@ def _own_settings(named:dict)->tuple[Path,VLMConfig,TrainConfig]|None: # fields 
     "Returns the settings of the run that a start with `resume` goes on with, and where they were read."
     where:dict = _WHERE.copy()
     for name,value in named.items():
-        if name in _WHERE: where[name] = str(value) if isinstance(value, Path) else value
+        if name in _WHERE:
+            where[name] = str(value) if isinstance(value, Path) else value
     run = run_path(**where)
     if where['resume'] is not True or run is None: return None
     complete = [p for p in checkpoints(run) if not missing_pieces(p)]
@@ -187,11 +197,14 @@ def _add_field(group, f, default, help):
     how:dict = {}
     if base is bool: how = dict(nargs='?', const='True')
     if base is list: how = dict(nargs='+')
-    group.add_argument(f'--{f.name}', default=default, type=lambda text: _from_text(text, f.type), help=help,
+    group.add_argument(f'--{f.name}', default=default,
+        type=lambda text: _from_text(text, f.type), help=help,
         metavar='|'.join(choices) or base.__name__.upper(), **how)
     if f.type is bool and f.default is True:
-        group.add_argument(f'--no_{f.name}', dest=f.name, action='store_const', const=False,
-            default=default, help=help if help==SUPPRESS else f'the same as --{f.name} False')
+        group.add_argument(f'--no_{f.name}', dest=f.name, action='store_const',
+            const=False,
+            default=default,
+            help=help if help==SUPPRESS else f'the same as --{f.name} False')
 
 # %% ../../nbs/04_core.settings.ipynb #974a2952
 def _underscored(word):
@@ -201,7 +214,8 @@ def _underscored(word):
 
 def help_flag(words:Iterable[str])->str: # of a command line; '' if none asks for the help
     "Returns the flag that asks for the help, `--help_all` before others."
-    return max({*map(_underscored, words)}&{'-h','--help','--help_all'}, key=len, default='')
+    return max({*map(_underscored, words)}&{'-h','--help','--help_all'}, key=len,
+        default='')
 
 # %% ../../nbs/04_core.settings.ipynb #974a2955
 def check_run(path:str|Path)->Path:
@@ -209,7 +223,8 @@ def check_run(path:str|Path)->Path:
     path = Path(path)
     run = path.resolve().parent
     inside = (path/'config.json').is_file() and (run/CONFIG).is_file()
-    require((path/CONFIG).is_file(), f'{path} is a checkpoint: give its run, {run}' if inside else
+    require((path/CONFIG).is_file(),
+        f'{path} is a checkpoint: give its run, {run}' if inside else
         f'{path} holds no {CONFIG}: give the directory of a run')
     return path
 
@@ -217,7 +232,8 @@ def check_run(path:str|Path)->Path:
 def _combined(name, config, given):
     "What preset, file and flags make together: the file of a run that goes on, or None, the model, the run."
     inside,named = _read_yaml(config, given) if config is not None else (None,given)
-    source,vlm,train = _own_settings(named) or (None,*preset(name or inside or 'shapes'))
+    source,vlm,train = _own_settings(named) or (None,
+        *preset(name or inside or 'shapes'))
     vlm,train = change(vlm, train, named)
     check_configs(vlm, train)
     require(train.max_training_samples is None or 'max_training_steps' not in given,
@@ -228,7 +244,8 @@ def _combined(name, config, given):
 class SettingsParser(Parser):
     """Has a flag for each field, `--preset` and `--config`, and makes configurations of their values.
     The help shows the values of the preset shapes, and only the common fields, unless --help_all is given."""
-    def __init__(self, prog:str='nanovlm train', usage:str='[CONFIG.yaml] ', takes_run:bool=False,
+    def __init__(self, prog:str='nanovlm train', usage:str='[CONFIG.yaml] ',
+        takes_run:bool=False,
         shown:str='--help', **kwargs): # as from `help_flag`; '': no texts, in a quarter of the time
         super().__init__(prog, f'%(prog)s {usage}[--preset NAME] [--FIELD VALUE ...]',
             formatter_class=ArgumentDefaultsHelpFormatter, **kwargs)
@@ -239,18 +256,21 @@ class SettingsParser(Parser):
         self.add_argument('--help_all', action='help', help='show every setting')
         self.add_argument('--preset', choices=list(PRESETS),
                           help='configuration to start from; None: the one that the file names, else shapes')
-        self.add_argument('--config', metavar='FILE.yaml', help='fields to change, under `vlm` and `train`')
+        self.add_argument('--config', metavar='FILE.yaml',
+            help='fields to change, under `vlm` and `train`')
         usual = {}
         for cfg in preset('shapes'): usual |= vars(cfg)
         for name,(section,help,common) in about.items():
             if section not in groups: groups[section] = self.add_argument_group(section)
             if not common and shown!='--help_all': help = SUPPRESS
-            _add_field(groups[section], FIELDS[name], usual[name], help.replace('%', '%%'))
+            _add_field(groups[section], FIELDS[name], usual[name],
+                help.replace('%', '%%'))
 
     def parse_args(self, args:list[str]|None=None, namespace=None): # type: ignore[override] # has one form
         "Returns `vlm_cfg`, `train_cfg`, `saved` (where a resumed run has its own), `run_dir`, and the rest."
         words = [*map(_underscored, own_words(args))]
-        values,rest = self.parse_known_args(words, Namespace(**dict.fromkeys(FIELDS, MISSING)))
+        values,rest = self.parse_known_args(words,
+            Namespace(**dict.fromkeys(FIELDS, MISSING)))
         found = {name:vars(values).pop(name) for name in FIELDS}
         given = {name:value for name,value in found.items() if value is not MISSING}
         first = Path(rest[0]) if rest else Path('none')

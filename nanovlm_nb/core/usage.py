@@ -30,7 +30,8 @@ class MissingFile(UsageError, FileNotFoundError):
 class Unreachable(UsageError, ConnectionError):
     "A user error about what the network did not give."
 
-_MENDED = {errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST, errno.ENOTDIR, errno.EISDIR,
+_MENDED = {errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST,
+    errno.ENOTDIR, errno.EISDIR,
     errno.ENAMETOOLONG} # refusals that another path mends
 
 # %% ../../nbs/00_core.usage.ipynb #e5b1000b
@@ -51,20 +52,30 @@ _PLACE = 'give vlm_checkpoint_path for the directory of all runs, run_name for t
 OTHER_WORDS = dict( # of MiniMind-V, xtuner, transformers and nanoVLM -> our field, or what to do instead
     epochs='max_epochs', num_train_epochs='max_epochs', max_iters='max_training_steps',
     max_steps='max_training_steps', accumulation_steps='gradient_accumulation_steps',
-    accumulative_counts='gradient_accumulation_steps', per_device_train_batch_size='batch_size',
+    accumulative_counts='gradient_accumulation_steps',
+    per_device_train_batch_size='batch_size',
     train_batch_size='batch_size', grad_clip='max_grad_norm', max_norm='max_grad_norm',
     clip_grad='max_grad_norm',
-    learning_rate=_RATES, lr=_RATES, param_scheduler='lr_schedule', lr_scheduler_type='lr_schedule',
-    warmup_steps='warmup_ratio', warmup_iters='warmup_ratio', save_steps='save_interval',
+    learning_rate=_RATES, lr=_RATES, param_scheduler='lr_schedule',
+    lr_scheduler_type='lr_schedule',
+    warmup_steps='warmup_ratio', warmup_iters='warmup_ratio',
+    save_steps='save_interval',
     save_total_limit='max_keep_ckpts', max_keep_checkpoints='max_keep_ckpts',
     log_interval='stats_log_interval',
-    logging_steps='stats_log_interval', eval_steps='eval_interval', use_wandb='log_wandb',
-    dataloader_num_workers='num_workers', data_path='train_dataset_path', max_seq_len='lm_max_length',
-    max_length='lm_max_length', dim='lm_hidden_dim', hidden_size='lm_hidden_dim', n_layers='lm_n_blocks',
-    num_hidden_layers='lm_n_blocks', deepspeed='deepspeed_config', resume_from='load_from',
-    resume_from_checkpoint='load_from', dataset_name='train_dataset_name', project='wandb_project',
-    gradient_checkpointing='set vision_checkpointing and language_checkpointing', bf16='dtype', fp16='dtype',
-    ddp=_RANKS, launcher=_RANKS, nproc_per_node=_RANKS, num_gpus=_RANKS, local_rank=_RANKS,
+    logging_steps='stats_log_interval', eval_steps='eval_interval',
+    use_wandb='log_wandb',
+    dataloader_num_workers='num_workers', data_path='train_dataset_path',
+    max_seq_len='lm_max_length',
+    max_length='lm_max_length', dim='lm_hidden_dim', hidden_size='lm_hidden_dim',
+    n_layers='lm_n_blocks',
+    num_hidden_layers='lm_n_blocks', deepspeed='deepspeed_config',
+    resume_from='load_from',
+    resume_from_checkpoint='load_from', dataset_name='train_dataset_name',
+    project='wandb_project',
+    gradient_checkpointing='set vision_checkpointing and language_checkpointing',
+    bf16='dtype', fp16='dtype',
+    ddp=_RANKS, launcher=_RANKS, nproc_per_node=_RANKS, num_gpus=_RANKS,
+    local_rank=_RANKS,
     work_dir=_PLACE, out_dir=_PLACE, save_dir=_PLACE, output_dir=_PLACE,
     device='a GPU is taken if there is one; CUDA_VISIBLE_DEVICES= hides it',
     by_epoch='save_interval counts updates, as all intervals do',
@@ -80,9 +91,11 @@ def nearest(name:str, known:Iterable[str])->str|None: # None: no name is near
     ours = '.'.join(filter(None, (section,OTHER_WORDS.get(word))))
     if word in OTHER_WORDS and ours in bare: return bare[ours]
     def words(text): return {*text.split('_')}
-    near = sorted((k for k in bare if words(name)<words(k)), key=lambda k: len(words(k)))
+    near = sorted((k for k in bare if words(name)<words(k)),
+        key=lambda k: len(words(k)))
     near += difflib.get_close_matches(name, bare, n=1, cutoff=.72) # of 1, the similarity
-    near += sorted((k for k in bare if words(k)<words(name)), key=lambda k: -len(words(k)))
+    near += sorted((k for k in bare if words(k)<words(name)),
+        key=lambda k: -len(words(k)))
     return bare[near[0]] if near else None
 
 # %% ../../nbs/00_core.usage.ipynb #a2bd2182
@@ -131,7 +144,8 @@ class PrintableFormatter(logging.Formatter):
 def aligned(cells:Iterable, widths:Iterable[int])->str: # of columns in characters; below 0: to the left
     "Returns a row of a table."
     line = ''
-    for cell,width in zip(cells, widths): line += f'{cell:<{-width}}' if width<0 else f'{cell:>{width}}'
+    for cell,width in zip(cells, widths):
+        line += f'{cell:<{-width}}' if width<0 else f'{cell:>{width}}'
     return line
 
 # %% ../../nbs/00_core.usage.ipynb #e5b10011
@@ -141,7 +155,8 @@ class Parser(ArgumentParser):
     "The parser of a command, which raises a UsageError."
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs|dict(allow_abbrev=False)) # a short form may mean two flags one day
-        self.add_argument(DEBUG, action='store_true', help='show the traceback of an error')
+        self.add_argument(DEBUG, action='store_true',
+            help='show the traceback of an error')
 
     def error(self, message:str)->NoReturn:
         "Raises the complaint."
@@ -150,7 +165,8 @@ class Parser(ArgumentParser):
     def refuse(self, rest:list[str])->None: # words that belong to no argument
         "Raises a UsageError about the first flag, with the nearest name, or about the first word."
         flags = [word.split('=')[0] for word in rest if word.startswith('-')]
-        require(flags or not rest, f"`{' '.join(rest[:1])}` belongs to no flag: write --FLAG VALUE")
+        require(flags or not rest,
+            f"`{' '.join(rest[:1])}` belongs to no flag: write --FLAG VALUE")
         check_known(flags[:1], self._option_string_actions, 'flag')
 
     def parse_args(self, args:list[str]|None=None, namespace=None): # type: ignore[override] # has one form
@@ -184,15 +200,18 @@ def check_new_folder(name:str|Path)->None: # where something will be written
     "Raises a UsageError unless a directory of this name is empty, or can be made."
     place = Path(name).absolute()
     first = next(p for p in (place, *place.parents) if p.exists() or p.is_symlink())
-    require(first.is_dir(), f'{name}: {first} is a file, or a link to nothing: give a new directory')
-    require(first!=place or not any(place.iterdir()), f'{name} is not empty: give a new directory')
+    require(first.is_dir(),
+        f'{name}: {first} is a file, or a link to nothing: give a new directory')
+    require(first!=place or not any(place.iterdir()),
+        f'{name} is not empty: give a new directory')
 
 # %% ../../nbs/00_core.usage.ipynb #e62e6c02
 def own_words(argv:list[str]|None=None)->list[str]: # default: of the process
     "Returns the arguments without the `--local_rank=N` of a launcher."
     words = sys.argv[1:] if argv is None else argv
     if 'LOCAL_RANK' not in os.environ: return words
-    return [word for word in words if not word.startswith(('--local_rank=','--local-rank='))]
+    return [word for word in words
+        if not word.startswith(('--local_rank=','--local-rank='))]
 
 # %% ../../nbs/00_core.usage.ipynb #e62e6c03
 def without_debug(argv:list[str]|None=None)->tuple[list[str],bool]: # default: of the process
@@ -204,7 +223,8 @@ def without_debug(argv:list[str]|None=None)->tuple[list[str],bool]: # default: o
 # %% ../../nbs/00_core.usage.ipynb #fb82db6c
 def _of_machine(error:BaseException)->str: # empty: it is another error
     "Returns what to say of an error that comes of a full disk or of too little memory."
-    if getattr(error, 'errno', None) in (errno.ENOSPC, errno.EDQUOT): return f'{error}: free some'
+    if getattr(error, 'errno', None) in (errno.ENOSPC, errno.EDQUOT):
+        return f'{error}: free some'
     memory = type(error).__name__ in ('MemoryError','OutOfMemoryError')
     memory = memory or "can't allocate memory" in str(error)
     return f'memory ran out ({error}): take a smaller model or batch, or another machine' if memory else ''
@@ -227,4 +247,5 @@ def one_line_errors(prog:str, debug:bool=False)->Iterator[None]: # name of the c
 def begin_training()->None:
     "Lets a run's text log take notes of all modules, and tells whoever watches why nothing happens yet."
     logging.getLogger('nanovlm_nb').setLevel(logging.INFO)
-    if sys.stderr.isatty() and os.environ.get('RANK', '0')=='0': sys.stderr.write('loading PyTorch\n')
+    if sys.stderr.isatty() and os.environ.get('RANK', '0')=='0':
+        sys.stderr.write('loading PyTorch\n')

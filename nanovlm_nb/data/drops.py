@@ -31,9 +31,11 @@ REMEDIES = dict(no_turns='give every row a list of turns with answers in `texts`
     bad_line='write one JSON object a line, with a picture and a conversation',
     missing_image='put the pictures where the lines say',
     ratings='lower the rating limits (relevance_min_rating and others)',
-    too_many_images='raise max_images_per_example', too_many_tiles='raise max_tiles_per_knapsack',
+    too_many_images='raise max_images_per_example',
+    too_many_tiles='raise max_tiles_per_knapsack',
     template='give another lm_chat_template, or change the turn',
-    too_long='raise max_sample_length', unreadable_image='put the pictures where the rows say',
+    too_long='raise max_sample_length',
+    unreadable_image='put the pictures where the rows say',
     unreadable_shard='copy the file again, or give it the columns of the others') # reason -> what helps
 
 # %% ../../nbs/17_data.drops.ipynb #d20b5001
@@ -117,7 +119,8 @@ def read_dropped(run_dir:str|Path, size:int|None=None)->dict[str,Drops]: # bytes
     return dropped
 
 # %% ../../nbs/17_data.drops.ipynb #b0de0006
-def _sizes(drops): return {split:(len(d.reasons), len(d.cut)) for split,d in drops.items()}
+def _sizes(drops):
+    return {split:(len(d.reasons), len(d.cut)) for split,d in drops.items()}
 
 # %% ../../nbs/17_data.drops.ipynb #b0de0005
 class DropFile:
@@ -148,5 +151,6 @@ class DropFile:
         kept = read_dropped(self.path.parent, size)
         self.written = _sizes(kept)
         if self.path.is_file():
-            with open_own(self.path, 'r+b') as f: f.truncate(f.read(size).rfind(b'\n')+1)
+            with open_own(self.path, 'r+b') as f:
+                f.truncate(f.read(size).rfind(b'\n')+1)
         return kept

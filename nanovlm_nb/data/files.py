@@ -69,14 +69,18 @@ rows = [dict(image=x['imageId']+'.jpg', question=x['question'], answer=x['answer
 
 def lines_for(whole:dict, name:str)->str: # name of the file; '': none are needed, or known
     "Python that makes a file of rows of an object as COCO, VQAv2 or GQA publish it."
-    first = {key:part[0] if isinstance(part, list) and part else part for key,part in whole.items()}
+    first = {key:part[0] if isinstance(part, list) and part else part
+        for key,part in whole.items()}
     said = first.get('annotations')
     asked = first.get('questions')
     inner = next(iter(first.values()), None)
     lines = ''
-    if isinstance(said, dict) and 'caption' in said and 'images' in first: lines = _COCO.replace('NAME', name)
-    elif isinstance(said, dict) and 'question_id' in said: lines = _VQA.replace('ANNOTATIONS.json', name)
-    elif isinstance(asked, dict) and 'image_id' in asked: lines = _VQA.replace('QUESTIONS.json', name)
+    if isinstance(said, dict) and 'caption' in said and 'images' in first:
+        lines = _COCO.replace('NAME', name)
+    elif isinstance(said, dict) and 'question_id' in said:
+        lines = _VQA.replace('ANNOTATIONS.json', name)
+    elif isinstance(asked, dict) and 'image_id' in asked:
+        lines = _VQA.replace('QUESTIONS.json', name)
     elif isinstance(inner, dict) and {'imageId', 'question'} <= inner.keys():
         lines = _GQA.replace('NAME', name)
     return lines and lines+_SAVE
@@ -84,10 +88,14 @@ def lines_for(whole:dict, name:str)->str: # name of the file; '': none are neede
 def _rows_of(whole, file):
     "The rows of a file that is one JSON object: those of its only list, or itself."
     lines = lines_for(whole, file.name)
-    if lines: logger.warning('%s has to be joined first, as by these lines:\n%s', file, lines)
-    lists = [rows for rows in whole.values() if isinstance(rows, list) and rows and isinstance(rows[0], dict)]
+    if lines:
+        logger.warning('%s has to be joined first, as by these lines:\n%s', file, lines)
+    lists = [rows for rows in whole.values() if isinstance(rows, list) and rows
+        and isinstance(rows[0], dict)]
     named = columns_by_name(tuple(whole))
-    if not lines and (named['texts'] or named['answer'] or named['question'] or not lists): return [whole]
+    if not lines and (named['texts'] or named['answer'] or named['question']
+        or not lists):
+        return [whole]
     require(not lines and len(lists) == 1,
         f'{file} is an object with {", ".join([*whole][:5])}, not a list of '
         'rows: '+('make one of it with the lines above' if lines else 'make one of it'))
@@ -103,7 +111,8 @@ def _grouped(names, pattern):
 
 def _texts_of_a_kind(parts):
     "The most texts of one ending in a sample."
-    endings = Counter(part.rpartition('.')[2] for part,_ in parts if not names_picture(part))
+    endings = Counter(part.rpartition('.')[2] for part,_ in parts
+        if not names_picture(part))
     return max(endings.values(), default=0)
 
 def _has_picture(parts): return any(names_picture(part[0]) for part in parts)
@@ -131,13 +140,15 @@ def _pairs(folder):
 
 def _pair_row(parts):
     "The row of a sample in a folder; its pictures stay where they are."
-    return _sample((part, file if names_picture(part) else file.read_bytes()) for part,file in parts)
+    return _sample((part, file if names_picture(part) else file.read_bytes())
+        for part,file in parts)
 
 def _table_rows(file):
     "The rows of a table; what separates its fields is seen from its header."
     csv.field_size_limit(sys.maxsize) # a picture may be written into a field
     how = dict(encoding='utf-8-sig', errors='surrogateescape', newline='') # a row of Latin-1 costs itself
-    with io.TextIOWrapper(_opened(file), **how) as text: separator = max(',\t;|', key=text.readline().count)
+    with io.TextIOWrapper(_opened(file), **how) as text:
+        separator = max(',\t;|', key=text.readline().count)
     with io.TextIOWrapper(_opened(file), **how) as text:
         yield from csv.DictReader(text, delimiter=separator, skipinitialspace=True)
 
@@ -145,12 +156,14 @@ def _objects(file):
     "Numbers, from 1, and rows of a folder of pairs, a table, or one JSON value; None: it has JSON lines."
     if file.is_dir(): return _pairs(file).items()
     with _opened(file) as f: head = f.read(99).removeprefix(b'\xef\xbb\xbf').lstrip()
-    require(not head.startswith((b'\xff\xfe', b'\xfe\xff')), f'{file} is UTF-16: save it as UTF-8')
+    require(not head.startswith((b'\xff\xfe', b'\xfe\xff')),
+        f'{file} is UTF-16: save it as UTF-8')
     start = head[:1]
     if ending(file) in ('.csv', '.tsv'): return enumerate(_table_rows(file), 1)
     whole = None
     if start == b'[' or start == b'{' and ending(file) == '.json':
-        with _opened(file) as f, suppress(ValueError, RecursionError): whole = json.loads(f.read())
+        with _opened(file) as f, suppress(ValueError, RecursionError):
+            whole = json.loads(f.read())
     if isinstance(whole, dict): whole = _rows_of(whole, file)
     return None if whole is None else enumerate(whole, 1)
 
@@ -164,11 +177,13 @@ def _parse_columns(columns, has):
         ours,_,theirs = text.partition('=')
         require(ours in kinds and theirs,
             f'columns holds {text!r}: give image, question, answer or messages, "=", a name')
-        require(theirs in has, f'columns {text}: there is no `{theirs}`, the columns are {", ".join(has)}')
+        require(theirs in has,
+            f'columns {text}: there is no `{theirs}`, the columns are {", ".join(has)}')
         found.setdefault(kinds[ours], []).append(theirs)
     called = {}
     for kind,named in found.items():
-        for i,name in enumerate(named): called[name] = kind if len(named) == 1 else f'{kind}_{i}'
+        for i,name in enumerate(named):
+            called[name] = kind if len(named) == 1 else f'{kind}_{i}'
     return called
 
 def renamed(columns:Sequence[str], has:Sequence[str])->dict[str,str]: # such as `image=photo`; of a row
@@ -178,7 +193,8 @@ def renamed(columns:Sequence[str], has:Sequence[str])->dict[str,str]: # such as 
     kinds = {re.sub(r'_\d+$', '', name) for name in chosen.values()}
     replaced:set[str] = set()
     for kind in kinds: replaced.update(*groups[kind])
-    return {name:chosen.get(name, name) for name in has if name in chosen or name not in replaced}
+    return {name:chosen.get(name, name) for name in has if name in chosen
+        or name not in replaced}
 
 # %% ../../nbs/24_data.files.ipynb #97573cc0
 def rename(row:dict, columns:Sequence[str])->dict: # a row; such as `image=photo`
@@ -195,7 +211,8 @@ def as_picture(picture): # PIL image, array (height, width, 3), path, bytes, dic
     array = np.asarray(picture)
     if array.dtype.kind == 'f' and array.size and 0 <= array.min() and array.max() <= 1:
         array = (255*array).round().astype(np.uint8)
-    require(array.dtype == np.uint8 and array.ndim > 1 and array.shape[2:] in ((), (3,), (4,)),
+    require(array.dtype == np.uint8 and array.ndim > 1
+        and array.shape[2:] in ((), (3,), (4,)),
         f'a picture is a {type(picture).__name__} of {array.dtype}, {array.shape}: give a PIL '
         'image, a path, or an array (height, width, 3) of uint8 or of floats from 0 to 1')
     return Image.fromarray(array)
@@ -206,7 +223,8 @@ def read_object(row:dict, columns:Sequence[str]=(), # of any layout; see `rename
     unread:set[str]|None=None)->dict: # gets the columns that nothing reads
     "A row in our columns; a ValueError says why it cannot be used."
     require(isinstance(row, dict), f'it is {row!r:.60}: {GIVE}')
-    require(None not in row, 'it has more fields than the header: put quotes around a text with commas')
+    require(None not in row,
+        'it has more fields than the header: put quotes around a text with commas')
     row = rename(row, columns)
     pictures,texts = read_layout(row, folders, bool(columns), unread)
     images = [as_picture(picture) for picture in pictures] if folders is None else pictures
@@ -233,7 +251,9 @@ def mapped(file:str|Path, kind:str, make:Callable[[],pa.Table])->pa.Table: # nam
     with pa.ipc.new_file(sink, table.schema) as writer: writer.write_table(table)
     with suppress(OSError): # a cache that cannot be written costs time alone
         place.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(place, sink.getvalue()+zlib.crc32(sink.getvalue()).to_bytes(4, 'big'), str(os.getpid()))
+        write_atomic(place,
+            sink.getvalue()+zlib.crc32(sink.getvalue()).to_bytes(4, 'big'),
+            str(os.getpid()))
     return table
 
 # %% ../../nbs/24_data.files.ipynb #7b3d1c03
@@ -244,13 +264,16 @@ def _line_places(file):
     "First bytes, sizes and numbers, from 1, of the lines of a file that are not blank."
     data = np.memmap(file, mode='r') if os.path.getsize(file) else np.zeros(0, np.uint8)
     starts = [[0]]
-    for at in range(0, len(data), PIECE): starts.append(np.flatnonzero(data[at:at+PIECE] == 10)+at+1)
+    for at in range(0, len(data), PIECE):
+        starts.append(np.flatnonzero(data[at:at+PIECE] == 10)+at+1)
     starts = np.concatenate(starts).astype(np.int64)
     starts = starts[starts < len(data)]
     sizes = np.diff(starts, append=len(data))
     blank = np.isin(data[starts], _BLANKS)
-    for i in np.flatnonzero(blank): blank[i] = not data[starts[i]:starts[i]+sizes[i]].tobytes().strip()
-    return pa.table(dict(start=starts[~blank], size=sizes[~blank], number=np.flatnonzero(~blank)+1))
+    for i in np.flatnonzero(blank):
+        blank[i] = not data[starts[i]:starts[i]+sizes[i]].tobytes().strip()
+    return pa.table(dict(start=starts[~blank], size=sizes[~blank],
+        number=np.flatnonzero(~blank)+1))
 
 def _places(file):
     "Where the rows of a file stand that names its pictures; if it has no plain lines, the rows themselves."
@@ -258,16 +281,19 @@ def _places(file):
     if rows is None and file.suffix.lower() not in _PACKED:
         return mapped(file, 'lines', partial(_line_places, file))
     if rows is None:
-        with _opened(file) as f: rows = [(k, line) for k,line in enumerate(f, 1) if line.strip()]
+        with _opened(file) as f:
+            rows = [(k, line) for k,line in enumerate(f, 1) if line.strip()]
     numbers = []
     packed = []
     for number,row in rows:
         numbers.append(str(number))
         packed.append(pickle.dumps(row))
-    return pa.table(dict(number=pa.array(numbers, pa.string()), row=pa.array(packed, pa.large_binary())))
+    return pa.table(dict(number=pa.array(numbers, pa.string()),
+        row=pa.array(packed, pa.large_binary())))
 
 # %% ../../nbs/24_data.files.ipynb #a8807ea8
-def _is_saved(folder): return any((folder/f).exists() for f in ('state.json', 'dataset_dict.json'))
+def _is_saved(folder):
+    return any((folder/f).exists() for f in ('state.json', 'dataset_dict.json'))
 
 # %% ../../nbs/24_data.files.ipynb #75897997
 _SPLITS = {'train', 'test', 'validation', 'valid', 'val', 'dev', 'eval'} # names of folders and files
@@ -324,7 +350,8 @@ class _Lines(Sequence):
     def parsed(self, place:dict)->Any: # a row of `places`
         "The row that stands there, in columns of its own."
         if 'row' in place: row = pickle.loads(place['row'])
-        else: row = os.pread(_reading(self.file).fileno(), place['size'], place['start'])
+        else:
+            row = os.pread(_reading(self.file).fileno(), place['size'], place['start'])
         if isinstance(row, bytes): return json.loads(row)
         return _pair_row(row) if self.file.is_dir() else row
 
@@ -358,7 +385,8 @@ def text_rows(path:str|Path, images_path:str|Path|None=None, # files; pictures, 
     columns:Sequence[str]=())->Parts: # dictionaries; see `rename`
     "Rows of files that name their pictures: `source` is the file, `row_id` the number of the line."
     files = text_files(path)
-    if not files: raise MissingFile(f'no rows at {path}: give a file of {", ".join(LINES)}, or a folder')
+    if not files:
+        raise MissingFile(f'no rows at {path}: give a file of {", ".join(LINES)}, or a folder')
     if Path(path).is_dir() and files != [Path(path)]: _log_aside(path, files)
     whole = []
     for file in files:
@@ -378,8 +406,10 @@ def _log_aside(folder, files):
     "Name the files of a folder that are left aside, because others are read."
     pictures = {f.stem for f in Path(folder).iterdir() if names_picture(f.name)}
     aside = [f.name for f in sorted(Path(folder).iterdir())
-             if ending(f) in (*LINES, *FILES) and f not in files and f.stem not in pictures]
-    if aside: logger.warning('%s: left aside, beside %s: %s', folder, files[0].name, aside)
+             if ending(f) in (*LINES, *FILES) and f not in files
+             and f.stem not in pictures]
+    if aside:
+        logger.warning('%s: left aside, beside %s: %s', folder, files[0].name, aside)
 
 # %% ../../nbs/24_data.files.ipynb #62536dd9
 def _has_data(folder, where):
@@ -389,15 +419,19 @@ def _has_data(folder, where):
     for file in folder.glob(where):
         pictures = pictures or names_picture(file.name)
         others.add(ending(file))
-        if others & {*FILES, *LINES} or pictures and others & {'.txt', '.caption'}: return True
+        if others & {*FILES, *LINES} or pictures and others & {'.txt', '.caption'}:
+            return True
     return False
 
 # %% ../../nbs/24_data.files.ipynb #d1a20164
 def local_configs(path:str|Path)->list[str]: # subfolders with data, in natural order
     "Configurations of a local data set; none if it has files itself, or folders for splits."
-    found = [p.name for p in Path(path).iterdir() if p.is_dir() and _has_data(p, '**/*')]
+    found = [p.name for p in Path(path).iterdir() if p.is_dir()
+        and _has_data(p, '**/*')]
     if _has_data(Path(path), '*') or _SPLITS & {*found}: return []
-    def natural(name): return [int(part) if part.isdigit() else part for part in re.split(r'(\d+)', name)]
+    def natural(name):
+        return [int(part) if part.isdigit() else part
+            for part in re.split(r'(\d+)', name)]
     return sorted(found, key=natural)
 
 # %% ../../nbs/24_data.files.ipynb #a6a531f2
@@ -417,7 +451,8 @@ def config_names(path:str|Path, names:Sequence[str]=('default',))->list[str]: # 
         return datasets.get_dataset_config_names(str(path)) if every else list(names)
     subs = local_configs(folder)
     if every: return subs or _described(folder) or ['default']
-    if tuple(names) == ('default',) and 'default' not in subs: return subs or ['default']
+    if tuple(names) == ('default',) and 'default' not in subs:
+        return subs or ['default']
     return list(names)
 
 # %% ../../nbs/24_data.files.ipynb #fc93185d
@@ -426,7 +461,8 @@ _READ_BYTES = 2**20 # of a column, that are taken from a file at a time
 
 def _found(path, split, cache_dir, streaming, **more):
     "What `datasets` finds. A lane holds one decoded row group of parquet; buffering spares the file's bytes."
-    if not streaming: return datasets.load_dataset(path, split=split, cache_dir=cache_dir, **more)
+    if not streaming:
+        return datasets.load_dataset(path, split=split, cache_dir=cache_dir, **more)
     if isinstance(path, datasets.DatasetBuilder): builder = path
     else: builder = datasets.load_dataset_builder(path, cache_dir=cache_dir, **more)
     if hasattr(builder.config, 'fragment_scan_options'):
@@ -449,9 +485,11 @@ def _features(files:Iterable[Path])->datasets.Features|None:
     for file in sorted(files):
         footer = parquet_footer(file)
         if footer is None: continue # damaged: it will be named when it is read
-        largest = max(largest, (footer.num_rows//max(footer.num_row_groups, 1), str(file)))
+        largest = max(largest,
+            (footer.num_rows//max(footer.num_row_groups, 1), str(file)))
         schema = footer.schema.to_arrow_schema()
-        require(len({*schema.names}) == len(schema), f'{file} has two columns of a name: {schema.names}')
+        require(len({*schema.names}) == len(schema),
+            f'{file} has two columns of a name: {schema.names}')
         schemas[schema.serialize().to_pybytes()] = schema
     if largest[0] > _GROUP_ROWS:
         logger.warning('%s has row groups of %s rows: a stream that is resumed within one reads it from its '
@@ -469,7 +507,8 @@ def _data_files(folder, split):
     files = [f for f in sorted(folder.rglob('*')) if f.is_file()]
     for kind in ('.parquet', '.arrow'):
         data = [f for f in files if ending(f) == kind]
-        words = {f:re.split(r'[\W\d_]+', f.relative_to(folder).as_posix().lower()) for f in data}
+        words = {f:re.split(r'[\W\d_]+', f.relative_to(folder).as_posix().lower())
+            for f in data}
         chosen = [f for f in data if split in words[f]]
         if not chosen: chosen = [f for f in data if not _SPLITS & {*words[f]}]
         if chosen and any(names_picture(f.name) for f in files) and not (folder/'README.md').exists():
@@ -489,7 +528,8 @@ def _plain_parquet(folder):
 def _files(path, split, cache_dir, streaming):
     "The rows of one file, or of a folder that `datasets` can read."
     if path.is_file():
-        require(ending(path) in FILES, f'{path} is no data set: give a file that ends in '
+        require(ending(path) in FILES,
+            f'{path} is no data set: give a file that ends in '
             f'{", ".join((*FILES, *LINES))}, a folder of such files or a hub name')
         if path.suffix == '.parquet': _features([path])
         more = dict(path=FILES[ending(path)], data_files={split: str(path)})
@@ -499,8 +539,11 @@ def _files(path, split, cache_dir, streaming):
         plain = _plain_parquet(path) if streaming and split == 'train' else []
         if plain: # `datasets` would look through the folder for each way to name a split
             files = DataFilesDict(train=DataFilesList(plain, []))
-            more = dict(path=Parquet(cache_dir=cache_dir, data_files=files, features=features))
-        else: more = dict(path=str(path.resolve()), features=features)|_data_files(path, split)
+            more = dict(path=Parquet(cache_dir=cache_dir, data_files=files,
+                features=features))
+        else:
+            more = dict(path=str(path.resolve()), features=features)|_data_files(path,
+                split)
     return _found(more.pop('path'), split, cache_dir, streaming, **more)
 
 # %% ../../nbs/24_data.files.ipynb #17c0a007
@@ -510,11 +553,14 @@ def _sample(parts)->dict: # kind and bytes of its files, or for pictures their p
     said = {}
     for kind,data in parts:
         if kind.rpartition('.')[2] == 'json':
-            with suppress(ValueError, TypeError, RecursionError): said |= json.loads(data)
-        elif names_picture(kind): own[kind] = data if isinstance(data, bytes) else str(data.absolute())
+            with suppress(ValueError, TypeError, RecursionError):
+                said |= json.loads(data)
+        elif names_picture(kind):
+            own[kind] = data if isinstance(data, bytes) else str(data.absolute())
         else:
             own[kind] = data
-            with suppress(UnicodeDecodeError): own[kind] = data.decode('utf-8-sig').strip()
+            with suppress(UnicodeDecodeError):
+                own[kind] = data.decode('utf-8-sig').strip()
     return said|own
 
 # %% ../../nbs/24_data.files.ipynb #17c0a006
@@ -546,7 +592,8 @@ def _sample_places(file):
         columns['starts'].append([places[i][0] for _,i in parts])
         columns['sizes'].append([places[i][1] for _,i in parts])
     types = pa.string(),pa.int64(),pa.int64()
-    made = [pa.array(column, pa.list_(kind)) for column,kind in zip(columns.values(), types)]
+    made = [pa.array(column, pa.list_(kind))
+        for column,kind in zip(columns.values(), types)]
     return pa.table(made, [*columns], metadata=dict(damage=damage))
 
 def _unpacked(path, compression):
@@ -555,7 +602,8 @@ def _unpacked(path, compression):
     if place.exists(): return open(place, 'rb')
     place.parent.mkdir(parents=True, exist_ok=True)
     file = tempfile.NamedTemporaryFile(dir=place.parent)
-    with pa.input_stream(path, compression=compression) as packed: shutil.copyfileobj(packed, file)
+    with pa.input_stream(path, compression=compression) as packed:
+        shutil.copyfileobj(packed, file)
     file.flush()
     with suppress(FileExistsError): os.link(file.name, place) # another rank may have been faster
     return file
@@ -581,7 +629,8 @@ class _Tar(Sequence):
     folders:Folders # of pictures that they name
     unread:set[str]|None = None # gets the columns that nothing reads
 
-    def opened(self)->tuple[IO[bytes],pa.Table]: return _open_tar(self.path, os.stat(self.path).st_mtime_ns)
+    def opened(self)->tuple[IO[bytes],pa.Table]:
+        return _open_tar(self.path, os.stat(self.path).st_mtime_ns)
 
     @property
     def damage(self)->str: # '': it can be read to its end
@@ -591,7 +640,8 @@ class _Tar(Sequence):
 
     def __getitem__(self, i:Any)->Any:
         file,places = self.opened()
-        return _row_of(partial(self.parsed, file, _at(places, i)), self.columns, self.folders, self.unread)
+        return _row_of(partial(self.parsed, file, _at(places, i)), self.columns,
+            self.folders, self.unread)
 
     def parsed(self, file:IO[bytes], place:dict)->dict: # a row of `_sample_places`
         "The sample that lies there, in columns of its own."
@@ -608,7 +658,8 @@ def _of_tars(path, streaming, columns, folders):
     packed = [file for file in files if not file.endswith('.tar')]
     if packed:
         logger.warning('%s is compressed, and can only be read from its beginning: such tars are '
-            'unpacked once into %s, plain ones are not', packed[0], datasets.config.HF_DATASETS_CACHE)
+            'unpacked once into %s, plain ones are not', packed[0],
+            datasets.config.HF_DATASETS_CACHE)
     rows = Parts([_Tar(file, columns, folders) for file in files])
     if not streaming:
         for tar in rows.parts: require(not tar.damage, f'{tar.path}: {tar.damage}')
@@ -631,9 +682,11 @@ def _under_names(ds, names):
     "A data set under other names of its columns; a stream stays one of tables, so no picture is decoded."
     if isinstance(ds, datasets.Dataset):
         old = ds.column_names
-        return ds.rename_columns({theirs:ours for theirs,ours in zip(old, names) if theirs != ours})
+        return ds.rename_columns({theirs:ours for theirs,ours in zip(old, names)
+            if theirs != ours})
     features = datasets.Features(zip(names, ds.features.values()))
-    return ds.with_format('arrow').map(_renamed_table, batched=True, batch_size=READ_ROWS, features=features,
+    return ds.with_format('arrow').map(_renamed_table, batched=True,
+        batch_size=READ_ROWS, features=features,
         fn_kwargs=dict(names=names))
 
 def _conform(ds:Any, name:str, where:str='the rows', # its `source`, if it has none; for messages
@@ -658,11 +711,13 @@ def _conform(ds:Any, name:str, where:str='the rows', # its `source`, if it has n
     for kind in ('images', 'texts', 'question', 'answer'): others.update(*by_name[kind])
     aside = {'id', 'kinds', *unread}-others # a row may fill another column of a name that is known
     ds = ds.select_columns([c for c in ds.column_names if c not in aside])
-    if whole and 'source' not in ds.column_names: ds = ds.add_column('source', [name]*len(ds))
+    if whole and 'source' not in ds.column_names:
+        ds = ds.add_column('source', [name]*len(ds))
     return ds
 
 # %% ../../nbs/24_data.files.ipynb #18fe4b8d
-def _folder(path, name): return Path(path)/name if (Path(path)/name).is_dir() else Path(path)
+def _folder(path, name):
+    return Path(path)/name if (Path(path)/name).is_dir() else Path(path)
 
 def _tars(path):
     "The tars that a path names; what else is there is named in the log."
@@ -671,17 +726,21 @@ def _tars(path):
     if found: _log_aside(path, found)
     return found
 
-def picture_folders(path:str|Path, name:str='default', images_path:str|Path|None=None)->list[str]|None:
+def picture_folders(path:str|Path, name:str='default',
+    images_path:str|Path|None=None)->list[str]|None:
     "Where pictures lie that a configuration names: beside its files. None: its rows have been found already."
     folder = _folder(path, name)
     if images_path is not None: return [str(images_path)]
     if not folder.exists(): return [os.sep] # of the hub
     files = [folder]
-    if not folder.is_file(): files = [f for f in folder.rglob('*') if ending(f) in FILES]
+    if not folder.is_file():
+        files = [f for f in folder.rglob('*') if ending(f) in FILES]
     others = _SPLITS-{'train'}
-    parents = {f.parent for f in files if not others & {*f.relative_to(folder.parent).parts[1:]}}
+    parents = {f.parent for f in files
+        if not others & {*f.relative_to(folder.parent).parts[1:]}}
     places = []
-    for parent in sorted(parents or {folder}): places += [str(parent/'images'), str(parent)]
+    for parent in sorted(parents or {folder}):
+        places += [str(parent/'images'), str(parent)]
     return places
 
 def load_config(path:str|Path, name:str, split:str='train', # a folder, a file or a hub name; what of it
@@ -702,7 +761,8 @@ def load_config(path:str|Path, name:str, split:str='train', # a folder, a file o
     else:
         ds = _found(str(path), split, cache_dir, streaming, name=name)
     source = folder.stem if folder.is_file() else name
-    return ds if as_stored else _conform(ds, source, f'{path} ({name})', columns, places)
+    return ds if as_stored else _conform(ds, source, f'{path} ({name})', columns,
+        places)
 
 # %% ../../nbs/24_data.files.ipynb #18fe4b91
 def unread_columns(path:str|Path, name:str, images_path:str|Path|None=None, # see `load_config`
@@ -712,11 +772,13 @@ def unread_columns(path:str|Path, name:str, images_path:str|Path|None=None, # se
     unread = set[str]()
     places = picture_folders(path, name, images_path)
     if text_files(folder) or _tars(folder):
-        rows = load_config(path, name, streaming=True, columns=columns, images_path=images_path)
+        rows = load_config(path, name, streaming=True, columns=columns,
+            images_path=images_path)
         unread = _look(rows, path)
     else:
         rows = head_rows(load_config(path, name, streaming=True, as_stored=True))
-        _,unread = columns_read([rename(row, columns) for row in rows], name, places, bool(columns))
+        _,unread = columns_read([rename(row, columns) for row in rows], name, places,
+            bool(columns))
     return unread-{column.partition('=')[2] for column in columns}
 
 # %% ../../nbs/24_data.files.ipynb #9a00b28d
@@ -740,10 +802,12 @@ def load_configs(path:str|Path, names:Sequence[str]=('default',), **how)->dict: 
         except UnusedColumn: raise # it was not looked at to the end
         except ConnectionError as e: raise _not_given(path, e) from e # nor was this
         except LOAD_ERRORS as e:
-            if not Path(path).exists() and len(chosen)==1: raise _not_given(path, e) from e
+            if not Path(path).exists() and len(chosen)==1:
+                raise _not_given(path, e) from e
             cause = e
             if isinstance(e, DatasetsError) and e.__cause__: cause = e.__cause__ # what it is, not where
-            logger.warning('skipped data set %s of %s: %s: %s', name, path, type(cause).__name__, cause)
+            logger.warning('skipped data set %s of %s: %s: %s', name, path,
+                type(cause).__name__, cause)
             why.append(f'{name}: {cause}'.strip().split('\n')[0])
     require(data, f'No valid datasets were loaded. Check train_dataset_path={path} '
         f'and train_dataset_name={list(names)}: '+'; '.join(why))
@@ -752,7 +816,8 @@ def load_configs(path:str|Path, names:Sequence[str]=('default',), **how)->dict: 
 # %% ../../nbs/24_data.files.ipynb #29d70011
 def _own_row(row, i, columns):
     "One row in FineVision's schema; a ValueError names it and says what is wrong with it."
-    if isinstance(row, (tuple, list)) and len(row) == 3: row = dict(zip(('image', 'question', 'answer'), row))
+    if isinstance(row, (tuple, list)) and len(row) == 3:
+        row = dict(zip(('image', 'question', 'answer'), row))
     try:
         own = read_object(row, columns)
         require(own['texts'], f'it has no turns: {GIVE}')
@@ -774,7 +839,8 @@ def own_rows(rows, # list, generator, DataFrame or data set of dictionaries or (
     elif hasattr(rows, 'iterrows'): # a DataFrame
         records = rows.to_dict('records')
         rows = []
-        for record in records: rows.append({name:_plain(value) for name,value in record.items()})
+        for record in records:
+            rows.append({name:_plain(value) for name,value in record.items()})
     require(isinstance(rows, Iterable) and not isinstance(rows, (str, bytes, dict)),
         f'rows are a {type(rows).__name__}: give a list, a generator or a table')
     own = [_own_row(row, i, columns) for i,row in enumerate(rows)]

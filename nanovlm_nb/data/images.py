@@ -36,17 +36,21 @@ class UnreadableImage(UsageError):
     "A picture that cannot be decoded; the message says why."
 
 # %% ../../nbs/14_data.images.ipynb #a1b0c032
-_HEIC = (b'ftypheic', b'ftypheix', b'ftyphevc', b'ftypheim', b'ftypheis', b'ftypmif1', b'ftypmsf1')
+_HEIC = (b'ftypheic', b'ftypheix', b'ftyphevc', b'ftypheim', b'ftypheis', b'ftypmif1',
+    b'ftypmsf1')
 _KINDS = ( # where in a file, one of which bytes -> what it is
     (4, _HEIC, 'a HEIC picture: convert it to JPEG'),
-    (4, (b'ftypavif', b'ftypavis'), 'an AVIF picture: update Pillow, or convert it to JPEG'),
+    (4, (b'ftypavif', b'ftypavis'),
+        'an AVIF picture: update Pillow, or convert it to JPEG'),
     (4, (b'ftyp', b'moov'), 'a video: save pictures of it'),
     (0, (b'\x1aE\xdf\xa3',), 'a video: save pictures of it'),
-    (8, (b'AVI ',), 'a video: save pictures of it'), (128, (b'DICM',), 'DICOM: save its pixels as PNG'),
+    (8, (b'AVI ',), 'a video: save pictures of it'),
+    (128, (b'DICM',), 'DICOM: save its pixels as PNG'),
     (0, (b'\xff\x0a', b'\0\0\0\x0cJXL '), 'a JPEG XL picture: convert it to JPEG'),
     (0, (b'%PDF',), 'a PDF: save its pages as PNG'),
     (0, (b'\x93NUMPY',), 'an array of NumPy: save it as PNG'),
-    (0, (b'\x1f\x8b', b'PK\3\4', b'(\xb5/\xfd', b'BZh', b'\xfd7zXZ', b'7z\xbc\xaf', b'Rar!'),
+    (0, (b'\x1f\x8b', b'PK\3\4', b'(\xb5/\xfd', b'BZh', b'\xfd7zXZ', b'7z\xbc\xaf',
+        b'Rar!'),
         'packed: unpack it'),
     (0, (b'version https://git-lfs',), 'a pointer of Git LFS: git lfs pull'),
     (8, (b'WEBP',), 'a damaged picture: copy it again'),
@@ -58,15 +62,19 @@ def _kind_of(head:bytes)->str: # the first bytes of a file, 132 or more
         if head.startswith(signs, place): return words
     start = head.removeprefix(b'\xef\xbb\xbf').lstrip().lower()
     if b'<svg' in start: return 'an SVG drawing: save it as PNG'
-    if start.startswith((b'<!doctype html', b'<html')): return 'a web page: download the picture again'
-    if not head.strip(b'\0'): return 'zeros: download it again' if head else 'empty: download it again'
+    if start.startswith((b'<!doctype html', b'<html')):
+        return 'a web page: download the picture again'
+    if not head.strip(b'\0'):
+        return 'zeros: download it again' if head else 'empty: download it again'
     text = ' '.join(head[:40].decode('utf-8', 'replace').split())
     if text.isprintable() and '\ufffd' not in text[:-1]: return f'text, {text!r}'
     return f'unknown, {head[:8].hex(" ")}'
 
 # %% ../../nbs/14_data.images.ipynb #d9afd4c9
-_BROKEN_FILE = (OSError, ValueError, SyntaxError, EOFError, struct.error, zlib.error, RuntimeError, TypeError,
-    AttributeError, Image.DecompressionBombError, LookupError, ArithmeticError, AssertionError, MemoryError)
+_BROKEN_FILE = (OSError, ValueError, SyntaxError, EOFError, struct.error, zlib.error,
+    RuntimeError, TypeError,
+    AttributeError, Image.DecompressionBombError, LookupError, ArithmeticError,
+    AssertionError, MemoryError)
 
 def _refuse(e:Exception, src:Any='')->NoReturn:
     "Raise an `UnreadableImage` that says what is wrong with `src`, without addresses of this process."
@@ -74,7 +82,8 @@ def _refuse(e:Exception, src:Any='')->NoReturn:
     if isinstance(src, str) and src.startswith(('http://', 'https://')):
         raise UnreadableImage(f'{src:.90} is an address: download the pictures first') from e
     data = isinstance(src, (bytes, bytearray, memoryview))
-    if not data and not isinstance(src, (str, os.PathLike)) and not hasattr(src, 'read'):
+    if not data and not isinstance(src, (str, os.PathLike)) and not hasattr(src,
+        'read'):
         raise UnreadableImage(f'{src!r:.40} is no picture: give bytes, a file name, an open file, '
                               'a PIL image or a dictionary with `bytes` or `path`') from e
     message = f'{type(e).__name__}: {re.sub(" at 0x[0-9a-fA-F]+", "", str(e))}'
@@ -132,23 +141,29 @@ def _open_file(src):
 def open_header(src:Picture)->Image.Image: # opened lazily: size and mode are known, pixels are not decoded
     "Open a picture and read no more than its header."
     im:Any = src
-    if isinstance(im, dict): im = im.get('path') if im.get('bytes') is None else im['bytes']
+    if isinstance(im, dict):
+        im = im.get('path') if im.get('bytes') is None else im['bytes']
     if not isinstance(im, Image.Image):
         if ('ignore', None, Image.DecompressionBombWarning, None, 0) not in warnings.filters:
             warnings.simplefilter('ignore', Image.DecompressionBombWarning)
         try:
-            if isinstance(im, str) and im.startswith('data:'): im = b64decode(im.partition(',')[2]+'==')
+            if isinstance(im, str) and im.startswith('data:'):
+                im = b64decode(im.partition(',')[2]+'==')
             im = _open_file(im)
         except _BROKEN_FILE as e: _refuse(e, im)
     w, h = im.size
-    if min(w, h) < 1: raise UnreadableImage(f'a picture of {w} x {h} pixels has nothing to show')
-    if w*h > _MAX_PIXELS: raise UnreadableImage(f'{w} x {h} pixels, at most {_MAX_PIXELS:,}: scale it down')
-    if im.format == 'EPS': raise UnreadableImage('EPS is a program for Ghostscript: convert it to PNG')
+    if min(w, h) < 1:
+        raise UnreadableImage(f'a picture of {w} x {h} pixels has nothing to show')
+    if w*h > _MAX_PIXELS:
+        raise UnreadableImage(f'{w} x {h} pixels, at most {_MAX_PIXELS:,}: scale it down')
+    if im.format == 'EPS':
+        raise UnreadableImage('EPS is a program for Ghostscript: convert it to PNG')
     return im
 
 # %% ../../nbs/14_data.images.ipynb #360ea662
 _T = Image.Transpose
-_TURNS = dict(enumerate((_T.FLIP_LEFT_RIGHT, _T.ROTATE_180, _T.FLIP_TOP_BOTTOM, _T.TRANSPOSE, _T.ROTATE_270,
+_TURNS = dict(enumerate((_T.FLIP_LEFT_RIGHT, _T.ROTATE_180, _T.FLIP_TOP_BOTTOM,
+    _T.TRANSPOSE, _T.ROTATE_270,
     _T.TRANSVERSE, _T.ROTATE_90), 2))
 
 def _orientation(im):
@@ -179,7 +194,8 @@ def _rgb(im, pixel_max=None):
         x = np.rint(np.nan_to_num(x)*(255/white)) if pixel_max else x>>8
         im = Image.fromarray(x.astype(np.uint8))
     if im.has_transparency_data:
-        im = Image.alpha_composite(Image.new('RGBA', im.size, 'white'), im.convert('RGBA'))
+        im = Image.alpha_composite(Image.new('RGBA', im.size, 'white'),
+            im.convert('RGBA'))
     return im.convert('RGB')
 
 # %% ../../nbs/14_data.images.ipynb #e10c0020
@@ -191,7 +207,8 @@ def open_image(src:Picture, # white in pictures of more than 8 bits a pixel; Non
     size = im.size
     try:
         im.load()
-        if im.size != size: raise UnreadableImage(f'its header says {size}, there are {im.size} pixels')
+        if im.size != size:
+            raise UnreadableImage(f'its header says {size}, there are {im.size} pixels')
         if turn in _TURNS:
             im = im.transpose(_TURNS[turn])
             im.info = {k:v for k,v in im.info.items() if k not in _FLAGGED} # it is not turned again
@@ -202,7 +219,8 @@ def open_image(src:Picture, # white in pictures of more than 8 bits a pixel; Non
 def split_tiles(x:Tensor, tile:int)->Tensor: # (3, H, W), multiples of `tile` -> (rows*cols, 3, tile, tile)
     "Cut a picture into square tiles, row by row."
     c, h, w = x.shape
-    return x.reshape(c, h//tile, tile, w//tile, tile).permute(1, 3, 0, 2, 4).reshape(-1, c, tile, tile)
+    return x.reshape(c, h//tile, tile, w//tile, tile).permute(1, 3, 0, 2, 4).reshape(-1,
+        c, tile, tile)
 
 # %% ../../nbs/14_data.images.ipynb #4941aebe
 def _shrink(x, n):
@@ -230,7 +248,8 @@ def global_view(x:Tensor, tile:int)->Tensor: # (3, H, W) -> (1, 3, tile, tile), 
 # %% ../../nbs/14_data.images.ipynb #f8d1b34c
 def _smolvlm_sizes(w:int, h:int, max_side:int, tile:int)->tuple[tuple[int,int],tuple[int,int]]: # pixels
     "(width, height) after each of the two resizes that a picture passes on its way to SmolVLM's tiles."
-    require(max_side <= 4096, f'max_img_size {max_side} is more than the 4096 of SmolVLM: lower it')
+    require(max_side <= 4096,
+        f'max_img_size {max_side} is more than the 4096 of SmolVLM: lower it')
     short = int(max_side/(w/h)) if w >= h else int(max_side*(w/h))
     short = max(1, short + short%2)
     w, h = first = (max_side, short) if w >= h else (short, max_side)
@@ -246,7 +265,8 @@ def _smolvlm_tiles(im:Image.Image, max_side:int, tile:int)->Tensor: # RGB -> uin
     lanczos = Image.Resampling.LANCZOS
     for size in _smolvlm_sizes(w, h, max_side, tile): im = im.resize(size, lanczos)
     parts = [im] if im.size == (tile, tile) else [im, im.resize((tile, tile), lanczos)]
-    return torch.cat([split_tiles(torch.from_numpy(np.stack(part.split())), tile) for part in parts])
+    return torch.cat([split_tiles(torch.from_numpy(np.stack(part.split())), tile)
+        for part in parts])
 
 # %% ../../nbs/14_data.images.ipynb #a10c0002
 def smart_resize(w:int, h:int, tile:int, min_pixels:int, max_pixels:int)->tuple[int,int]: # of the picture
@@ -269,9 +289,11 @@ def _augment(processor, im, rng):
     for t in processor.custom_transforms:
         new = t(im, rng)
         name = getattr(t, '__name__', t)
-        require(isinstance(new, Image.Image), f'custom transform {name} returned {new!r:.40}, no PIL image')
+        require(isinstance(new, Image.Image),
+            f'custom transform {name} returned {new!r:.40}, no PIL image')
         same = processor.grid(*im.size) == processor.grid(*new.size)
-        require(same, f'custom transform {name} made {new.size} of {im.size}, which is another grid of tiles '
+        require(same,
+            f'custom transform {name} made {new.size} of {im.size}, which is another grid of tiles '
             'than was planned: return a picture of the size it gets')
         im = _rgb(new)
     return im
@@ -294,13 +316,15 @@ class ImageProcessor:
         "Tile grid of a picture of this size."
         side = self.max_img_size
         tile = self.splitted_image_size
-        if self.convention == 'smolvlm': w, h = _smolvlm_sizes(width, height, side, tile)[1]
+        if self.convention == 'smolvlm':
+            w, h = _smolvlm_sizes(width, height, side, tile)[1]
         elif self.convention == 'qwen':
             h, w = smart_resize(width, height, tile, self.min_pixels, self.max_pixels)
         else: h, w = resize_dims(width, height, side, tile, self.resize_to_max_side_len)
         return h//tile, w//tile
 
-    def __call__(self, image:Picture, rng:random.Random|None=None)->tuple[Tensor,tuple[int,int]]:
+    def __call__(self, image:Picture, rng:random.Random|None=None)->tuple[Tensor,
+        tuple[int,int]]:
         """Tiles (n, 3, S, S), or (rows, columns, 3, S, S) with convention qwen, in uint8, and the grid.
         Without `rng` augmentations are always the same."""
         im = open_image(image, self.pixel_max)
@@ -308,17 +332,22 @@ class ImageProcessor:
         rows, cols = self.grid(*im.size)
         if self.custom_transforms: # a picture of the caller's stays as it is
             im = _augment(self, im.copy(), rng or random.Random(0))
-        if self.convention == 'smolvlm': return _smolvlm_tiles(im, self.max_img_size, s), (rows, cols)
+        if self.convention == 'smolvlm':
+            return _smolvlm_tiles(im, self.max_img_size, s), (rows, cols)
         x = torch.from_numpy(np.stack(im.resize((cols*s, rows*s), Image.Resampling.BICUBIC).split()))
         tiles = split_tiles(x, s)
-        if self.convention == 'qwen': return tiles.unflatten(0, (rows, cols)), (rows, cols)
+        if self.convention == 'qwen':
+            return tiles.unflatten(0, (rows, cols)), (rows, cols)
         if len(tiles) > 1: tiles = torch.cat([global_view(x, s), tiles])
         return tiles, (rows, cols)
 
 # %% ../../nbs/14_data.images.ipynb #92dfa853
 get_image_processor = ImageProcessor # nanoVLM's name
 
-def image_processor_of(cfg:VLMConfig, custom_transforms:tuple[Callable,...]=())->ImageProcessor:
+def image_processor_of(cfg:VLMConfig,
+    custom_transforms:tuple[Callable,...]=())->ImageProcessor:
     "What a model's pictures go through, in training and ever after."
-    return ImageProcessor(cfg.max_img_size, cfg.vit_img_size, cfg.resize_to_max_side_len, custom_transforms,
-        cfg.image_convention, cfg.min_pixels, cfg.max_pixels, cfg.tiles_per_window, cfg.pixel_max)
+    return ImageProcessor(cfg.max_img_size, cfg.vit_img_size,
+        cfg.resize_to_max_side_len, custom_transforms,
+        cfg.image_convention, cfg.min_pixels, cfg.max_pixels, cfg.tiles_per_window,
+        cfg.pixel_max)

@@ -33,7 +33,8 @@ def _picture_bytes(picture:Any)->bytes: # what `open_image` takes; empty: it can
         inside = picture.get('bytes')
         picture = picture['path'] if inside is None else inside
     if isinstance(picture, (bytes, bytearray)): return bytes(picture)
-    if isinstance(picture, (str, os.PathLike)) and Path(picture).is_file(): return Path(picture).read_bytes()
+    if isinstance(picture, (str, os.PathLike)) and Path(picture).is_file():
+        return Path(picture).read_bytes()
     out = io.BytesIO()
     try: open_image(picture).save(out, 'PNG', compress_level=1)
     except (UnreadableImage, OSError): return b''
@@ -44,13 +45,15 @@ _COLUMNS = datasets.Features(FEATURES|dict(kinds=datasets.List(datasets.Value('s
 
 def _kept_row(row:dict|Dropped, place:int)->dict: # from `to_row`; its number
     "A row as it is kept: read again at this place, it has the same id."
-    if isinstance(row, Dropped): return dict.fromkeys(_COLUMNS)|dict(images=[], texts=[])
+    if isinstance(row, Dropped):
+        return dict.fromkeys(_COLUMNS)|dict(images=[], texts=[])
     own = row.get('row_id')
     number = str(place if own is None else own)
     prefix = row['id'].removesuffix(f'/{number}')
     source = row.get('source') if prefix in ('sample', row.get('source')) else prefix
     images = [dict(bytes=_picture_bytes(p), path=None) for p in row['images']]
-    return {n:row.get(n) for n in _COLUMNS}|dict(images=images, source=source, row_id=number)
+    return {n:row.get(n) for n in _COLUMNS}|dict(images=images, source=source,
+        row_id=number)
 
 # %% ../../nbs/26_data.kept.ipynb #19a1c010
 KEEP_BYTES = 200_000_000 # of pictures and texts that a run keeps at most
@@ -61,7 +64,8 @@ def _table(rows:Iterable[dict])->bytes|None: # from `_kept_row`; a parquet file,
     kept = []
     size = 0
     for row in rows:
-        size += sum(len(p['bytes']) for p in row['images'])+sum(len(str(t)) for t in row['texts'])
+        size += sum(len(p['bytes']) for p in row['images'])+sum(len(str(t))
+            for t in row['texts'])
         if size>KEEP_BYTES: return None
         kept.append(row)
     if not kept: return None
@@ -101,7 +105,8 @@ def kept_file(run_dir:Path, name:str=KEPT_ROWS)->Path|None: # None: there is non
 def kept_rows(run_dir:Path)->Path: # of a run whose `train_dataset_path` is `OWN_ROWS`
     "The file of all rows of a run; a MissingFile says what to do without."
     file = kept_file(run_dir)
-    if file is None: raise MissingFile(f'{run_dir} has no {KEPT_ROWS}: its rows were given in Python and are '
+    if file is None:
+        raise MissingFile(f'{run_dir} has no {KEPT_ROWS}: its rows were given in Python and are '
         'not kept there, so start it again with them, as in train(rows, resume=True), or give the file of '
         'another run, train_dataset_path RUN/rows.parquet')
     return file
@@ -116,17 +121,20 @@ def loaders_of(train_cfg:TrainConfig, run_dir:Path)->Callable: # see `get_datalo
     "What makes the loaders of a run, also if it was given its rows in Python."
     cfg = train_cfg
     if cfg.train_dataset_path!=OWN_ROWS: return get_dataloaders
-    train = MapSource(_read_kept(kept_rows(run_dir)), cfg.seed, cfg.val_size, cfg.data_cutoff_idx)
+    train = MapSource(_read_kept(kept_rows(run_dir)), cfg.seed, cfg.val_size,
+        cfg.data_cutoff_idx)
     return partial(get_dataloaders, rows=(train, train.held_out()))
 
-def held_out_loader(train_cfg:TrainConfig, vlm_cfg:VLMConfig, tokenizer:Any, run_dir:Path)->Any:
+def held_out_loader(train_cfg:TrainConfig, vlm_cfg:VLMConfig, tokenizer:Any,
+    run_dir:Path)->Any:
     "The loader of a run's held-out rows."
     alone = kept_file(run_dir, KEPT_HELD_OUT)
     if alone:
         held_out = MapSource(_read_kept(alone), train_cfg.seed, shuffle=False)
         loaders:Callable = partial(get_dataloaders, rows=(held_out, held_out))
     else:
-        require('loaders' not in own_parts_of(run_dir), f'the loaders of {run_dir} are of its script, and '
+        require('loaders' not in own_parts_of(run_dir),
+            f'the loaders of {run_dir} are of its script, and '
             'its held-out rows are not kept there: ask in the script, as compare_answers does')
         loaders = loaders_of(train_cfg, run_dir)
     return loaders(train_cfg, vlm_cfg, tokenizer=tokenizer)[1]

@@ -93,7 +93,8 @@ def _open_window(lane:Lane, rows:Iterator, end:Any, before:int)->Iterator[_Windo
                 with naming(row['id']): plan = lane.samples.plan_row(row)
             if lane.plans is not None: lane.plans[place] = plan
             if plan.tiles>most:
-                raise Dropped(plan.id, 'too_many_tiles', f'{plan.tiles} tiles, a pack holds {most}')
+                raise Dropped(plan.id, 'too_many_tiles',
+                    f'{plan.tiles} tiles, a pack holds {most}')
             window.items.append((plan, row['images']))
             tokens += plan.tokens
             if plan.cut: window.cut[plan.id] = plan.cut
@@ -112,7 +113,8 @@ class LaneState(NamedTuple):
 def _take_order(tiles:list[int], first:int, seed:int, epoch:int)->list[int]: # update that takes the first
     "Indices of a window's packs, ordered so that all lanes take similar ones at the same update."
     left = sorted(range(len(tiles)), key=lambda g: (tiles[g], g))
-    quantiles = [random.Random(f'{seed}/{epoch}/{first+j}').random() for j in range(len(tiles))]
+    quantiles = [random.Random(f'{seed}/{epoch}/{first+j}').random()
+        for j in range(len(tiles))]
     return [left.pop(int(q*len(left))) for q in quantiles]
 
 # %% ../../nbs/23_data.lanes.ipynb #f940efed
@@ -125,11 +127,13 @@ def plan_packs(lane:Lane, items:list[tuple], state:LaneState)->list[list[tuple]]
     tokens = [plan.tokens for plan,_ in items]
     images = [plan.images for plan,_ in items]
     tiles = [plan.tiles for plan,_ in items]
-    groups = balanced_greedy_knapsack(tokens, images, rules.length, rules.max_images, tiles, rules.max_tiles)
+    groups = balanced_greedy_knapsack(tokens, images, rules.length, rules.max_images,
+        tiles, rules.max_tiles)
     if rules.shuffle:
         totals = []
         for group in groups: totals.append(sum(tiles[i] for i in group))
-        groups = [groups[g] for g in _take_order(totals, state.before, rules.seed, state.epoch)]
+        groups = [groups[g]
+            for g in _take_order(totals, state.before, rules.seed, state.epoch)]
     packs = []
     for group in groups: packs.append([items[i] for i in group])
     return packs
@@ -147,7 +151,9 @@ class _Reader(Iterator):
 
     def __next__(self)->tuple: # position after it, row
         lane = self.lane
-        if self.rows is None: self.rows = lane.source.rows_of(lane.number, lane.lanes, self.epoch, self.at)
+        if self.rows is None:
+            self.rows = lane.source.rows_of(lane.number, lane.lanes, self.epoch,
+                self.at)
         self.at,row = next(self.rows)
         return self.at,row
 
@@ -191,9 +197,11 @@ def packs_of(lane:Lane, state:LaneState=LaneState())->Iterator[dict]: # as of `p
         for plan,pictures in members or []:
             chance = random.Random(f'{rules.seed}/{state.epoch}/{plan.id}') # another augmentation each epoch
             try:
-                with naming(plan.id): samples.append(lane.samples.finish(plan, pictures, chance))
+                with naming(plan.id):
+                    samples.append(lane.samples.finish(plan, pictures, chance))
             except Dropped as d: drops.append(d.args) # its place is padding
-        news = dict(lane=lane.number, state=list(state), drops=drops, cut=cut, done=members is None)
+        news = dict(lane=lane.number, state=list(state), drops=drops, cut=cut,
+            done=members is None)
         made = pack(samples, rules.length, rules.pad_id, *slots)|news
         yield made
     while True: yield made
@@ -202,7 +210,8 @@ def packs_of(lane:Lane, state:LaneState=LaneState())->Iterator[dict]: # as of `p
 BY_VALUE = 2**18 # bytes; smaller tensors are copied
 
 def _light(x:Tensor)->Any: return x.numpy() if x.nbytes<BY_VALUE else x
-def _heavy(x:Any)->Tensor: return torch.from_numpy(x) if isinstance(x, np.ndarray) else x
+def _heavy(x:Any)->Tensor:
+    return torch.from_numpy(x) if isinstance(x, np.ndarray) else x
 
 @dataclass
 class _LaneDataset(IterableDataset):
@@ -219,7 +228,8 @@ class _LaneDataset(IterableDataset):
             for p in map(next, turns):
                 pictures = p['images']
                 made = {}
-                if self.alone: made = dict(layout=self.alone([p])['layout'].each(_light))
+                if self.alone:
+                    made = dict(layout=self.alone([p])['layout'].each(_light))
                 tiles = torch.cat([picture.flatten(0, -4) for picture in pictures]) if pictures else None
                 shapes = [picture.shape[:-3] for picture in pictures]
                 p = p|made|dict(images=tiles, shapes=shapes)

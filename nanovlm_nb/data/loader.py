@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['PLANNED', 'PROBED', 'OPEN_LANES', 'STRETCH', 'merge_states', 'Loader', 'PackLoader', 'pack_workers', 'load_tokenizer',
-           'load_sources', 'size_line', 'loader_workers', 'make_samples', 'pack_loader', 'random_part', 'transforms_of',
+           'load_sources', 'size_line', 'make_samples', 'pack_loader', 'random_part', 'transforms_of',
            'get_dataloaders', 'first_rows', 'as_loader']
 
 # %% ../../nbs/25_data.loader.ipynb #eab4ca42
@@ -26,7 +26,8 @@ from transformers import PreTrainedTokenizerBase
 
 from ..core.usage import require,UsageError
 from ..core.fields import OWN_ROWS
-from ..core.config import CHAT_TEMPLATE,check_configs,load_function,TrainConfig,VLMConfig
+from ..core.config import CHAT_TEMPLATE,check_configs,load_function,loader_workers
+from ..core.config import TrainConfig,VLMConfig
 from ..core.dist import check_socket_room,cores_of_rank,Dist,seed_worker,this_rank
 from ..core.tokenizer import check_tokenizer,get_tokenizer
 from .images import image_processor_of,open_image,UnreadableImage
@@ -70,7 +71,8 @@ def _check_state(state:dict, now:dict)->None: # a saved one, and that of the loa
     require(not changed, f"the order of the packs has changed: {'; '.join(changed)}. "
         f'Set them as they were, or {later}')
     missing = now['states'].keys()-state['states'].keys()
-    require(not missing, f'the state lacks lanes {sorted(map(int, missing))}: merge the states of all ranks')
+    require(not missing,
+        f'the state lacks lanes {sorted(map(int, missing))}: merge the states of all ranks')
 
 # %% ../../nbs/25_data.loader.ipynb #29c97750
 class _letting_go(AbstractContextManager):
@@ -110,15 +112,18 @@ class Loader:
         "Go to the beginning of an epoch."
         self.epoch = epoch
 
-    def keep(self, packs:int)->None: "Plan what will be asked for of all ranks, if that is always the same."
+    def keep(self, packs:int)->None:
+        "Plan what will be asked for of all ranks, if that is always the same."
 
-    def state_dict(self)->dict|None: "The position after the last complete update; None: there is none."
+    def state_dict(self)->dict|None:
+        "The position after the last complete update; None: there is none."
 
     def load_state_dict(self, state:dict)->None:
         "Go on there; a ValueError if other batches would follow."
         raise UsageError('a plain list of batches has no position to go on from: give a loader with a state')
 
-    def epoch_updates(self)->int|None: "Updates of an epoch, about; None: unknown. All ranks must call."
+    def epoch_updates(self)->int|None:
+        "Updates of an epoch, about; None: unknown. All ranks must call."
 
 # %% ../../nbs/25_data.loader.ipynb #29c97764
 class PackLoader(Loader):
@@ -155,14 +160,17 @@ class PackLoader(Loader):
                 if 'layout' in p: p['layout'] = p['layout'].each(_heavy)
                 shapes = p.pop('shapes')
                 tiles = p['images']
-                if shapes and self.pin_memory and not tiles.is_pinned(): tiles = tiles.pin_memory()
+                if shapes and self.pin_memory and not tiles.is_pinned():
+                    tiles = tiles.pin_memory()
                 stacks = tiles.split([shape.numel() for shape in shapes]) if shapes else []
-                p['images'] = [stack.unflatten(0, shape) for stack,shape in zip(stacks, shapes)]
+                p['images'] = [stack.unflatten(0, shape)
+                    for stack,shape in zip(stacks, shapes)]
                 for args in p['drops']: self.drops.add(Dropped(*args))
                 self.drops.cut.update(p['cut'])
             if all(p['done'] for p in turn): return
             for i in range(0, len(turn), self.batch_size):
-                if i+self.batch_size==len(turn): self.states = [LaneState(*p['state']) for p in turn]
+                if i+self.batch_size==len(turn):
+                    self.states = [LaneState(*p['state']) for p in turn]
                 yield self.collate(turn[i:i+self.batch_size])
 
     def set_epoch(self, epoch:int)->None: # from 0
@@ -172,7 +180,8 @@ class PackLoader(Loader):
 
     def keep(self, packs:int)->None: # of all ranks, asked for from now on
         "Plan all that is asked for, if that is always the same; without effect when it was done."
-        if self.most is None or self.most==packs and self.lanes[0].plans is not None: return
+        if self.most is None or self.most==packs and self.lanes[0].plans is not None:
+            return
         self.most = packs
         for lane in self.lanes: # the later ones may have one pack less to give
             lane.most = max(-(-(packs-lane.number)//self.n), 0)
@@ -202,7 +211,8 @@ class PackLoader(Loader):
     def state_dict(self)->dict: # JSON-able; this rank's lanes
         "The positions of the lanes, and what they depend on."
         states = {str(lane.number):list(s) for lane,s in zip(self.lanes, self.states)}
-        return dict(lanes=self.n, epoch=self.epoch, rules=asdict(self.rules), source=self.source.describe(),
+        return dict(lanes=self.n, epoch=self.epoch, rules=asdict(self.rules),
+            source=self.source.describe(),
                     samples=_sizes_of(self.samples), states=states)
 
     def load_state_dict(self, state:dict)->None: # of this rank, or of all ranks (`merge_states`)
@@ -212,7 +222,8 @@ class PackLoader(Loader):
         for lane in self.lanes: lane.rules = self.rules
         _check_state(state, self.state_dict())
         self.epoch = state['epoch']
-        self.states = [LaneState(*state['states'][str(lane.number)]) for lane in self.lanes]
+        self.states = [LaneState(*state['states'][str(lane.number)])
+            for lane in self.lanes]
 
 # %% ../../nbs/25_data.loader.ipynb #b71f00d4
 def pack_workers(loader:PackLoader)->DataLoader: # packs of this rank's lanes in turn
@@ -238,8 +249,11 @@ def load_tokenizer(vlm_cfg:VLMConfig)->PreTrainedTokenizerBase: # its ids agree 
     "The tokenizer of a config; 'shapes' is trained on the spot."
     cfg = vlm_cfg
     extra = vlm_cfg.vlm_extra_tokens
-    if cfg.lm_tokenizer!='shapes': made = get_tokenizer(cfg.lm_tokenizer, extra, cfg.lm_chat_template)
-    else: made = shapes_tokenizer(extra, cfg.lm_chat_template or CHAT_TEMPLATE, cfg.lm_base_vocab_size)
+    if cfg.lm_tokenizer!='shapes':
+        made = get_tokenizer(cfg.lm_tokenizer, extra, cfg.lm_chat_template)
+    else:
+        made = shapes_tokenizer(extra, cfg.lm_chat_template or CHAT_TEMPLATE,
+            cfg.lm_base_vocab_size)
     check_tokenizer(made, cfg)
     return made
 
@@ -270,22 +284,26 @@ _SHAPES_SCENES = 10_000 # scenes of the embedded data set when `data_cutoff_idx`
 
 def _scenes_pair(cfg)->tuple[MapSource,MapSource]: # for training, for validation
     "The embedded data set."
-    require(cfg.val_size<=_SHAPES_SCENES, f'val_size is {cfg.val_size}: there are {_SHAPES_SCENES} drawn '
+    require(cfg.val_size<=_SHAPES_SCENES,
+        f'val_size is {cfg.val_size}: there are {_SHAPES_SCENES} drawn '
         'scenes for it, lower val_size')
     train = shapes_dataset(cfg.data_cutoff_idx or _SHAPES_SCENES, 'train', cfg.seed)
     val = shapes_dataset(max(cfg.val_size, 1), 'validation', cfg.seed)
-    return MapSource(train, cfg.seed),MapSource(val, cfg.seed, limit=cfg.val_size, shuffle=False)
+    return MapSource(train, cfg.seed),MapSource(val, cfg.seed, limit=cfg.val_size,
+        shuffle=False)
 
 # %% ../../nbs/25_data.loader.ipynb #e668c301
 def _training_source(cfg):
     "The source of the data set that a config names."
     path = cfg.train_dataset_path
     stream = cfg.stream_dataset
-    data = load_configs(path, cfg.train_dataset_name, streaming=stream, columns=cfg.columns,
+    data = load_configs(path, cfg.train_dataset_name, streaming=stream,
+        columns=cfg.columns,
                         images_path=cfg.images_path)
     kind = StreamSource if stream else MapSource
     found = {name:_folder(path, name) for name in data}
-    folders = {name:picture_folders(path, name, cfg.images_path) for name,folder in found.items()
+    folders = {name:picture_folders(path, name, cfg.images_path)
+        for name,folder in found.items()
                if not (text_files(folder) or _tars(folder))} # those have been found
     if cfg.train_dataset_weights: return _mixture(cfg, data, kind, folders)
     rows = data if stream or len(data)>1 else [*data.values()][0]
@@ -297,11 +315,15 @@ def load_sources(train_cfg:TrainConfig, # names the data set, if there are no ro
     rows:Any=None)->tuple: # with length and index, or two sources
     "The sources of a run, for training and for validation; they share no row."
     cfg = train_cfg
-    if isinstance(rows, tuple) and len(rows)==2 and all(hasattr(s, 'rows_of') for s in rows): return rows
+    if isinstance(rows, tuple) and len(rows)==2 and all(hasattr(s, 'rows_of')
+        for s in rows):
+        return rows
     if rows is None and cfg.train_dataset_path=='shapes': return _scenes_pair(cfg)
-    require(rows is not None or cfg.train_dataset_path!=OWN_ROWS, f'train_dataset_path is {OWN_ROWS}, the '
+    require(rows is not None or cfg.train_dataset_path!=OWN_ROWS,
+        f'train_dataset_path is {OWN_ROWS}, the '
         'rows that a run was given in Python: give the file in its directory, RUN/rows.parquet')
-    if isinstance(rows, datasets.Dataset): rows = _conform(rows, 'own', columns=cfg.columns)
+    if isinstance(rows, datasets.Dataset):
+        rows = _conform(rows, 'own', columns=cfg.columns)
     if rows is None: train = _training_source(cfg)
     else: train = MapSource(rows, cfg.seed, cfg.val_size, cfg.data_cutoff_idx)
     return train,train.held_out()
@@ -315,25 +337,21 @@ def size_line(train, val)->str: # sources
         shown.append('?' if number is None else f'{number:.0f}')
     return f'rows: {shown[0]} for training and {shown[1]} for validation'
 
-# %% ../../nbs/25_data.loader.ipynb #017bf0b4
-def loader_workers(cfg:TrainConfig, cores:int|None=None)->int: # of a rank; None: unknown
-    "Returns how many loader processes a rank starts: as given, or one for each of its cores but one."
-    if cfg.num_workers is not None: return cfg.num_workers
-    number = 3 if cores is None else max(1, min(cores-1, 16)) # nanoVLM has 3; each holds packs in memory
-    return min(number, cfg.batch_size*cfg.gradient_accumulation_steps)
-
 # %% ../../nbs/25_data.loader.ipynb #30d19e96
 def make_samples(train_cfg:TrainConfig, vlm_cfg:VLMConfig, # filters and limits; pictures and tokens
     tokenizer:PreTrainedTokenizerBase, rows=(), custom_transforms=(), # for access by index; augmentations
     processor_of:Callable=image_processor_of)->VQADataset: # how pictures are cut
     "What makes samples of rows, as a config says."
     processor = processor_of(vlm_cfg, tuple(custom_transforms))
-    names = [*(f'{name}_min_rating' for name in RATINGS), 'max_sample_length', 'max_images_per_example']
+    names = [*(f'{name}_min_rating' for name in RATINGS), 'max_sample_length',
+        'max_images_per_example']
     limits = {name:getattr(train_cfg, name) for name in names}
-    return VQADataset(rows, tokenizer, processor, vlm_cfg.mp_image_token_length, **limits)
+    return VQADataset(rows, tokenizer, processor, vlm_cfg.mp_image_token_length,
+        **limits)
 
 # %% ../../nbs/25_data.loader.ipynb #30d19e01
-def pack_loader(source, samples:VQADataset, vlm_cfg:VLMConfig, train_cfg:TrainConfig, dist:Dist,
+def pack_loader(source, samples:VQADataset, vlm_cfg:VLMConfig, train_cfg:TrainConfig,
+    dist:Dist,
     shuffle:bool, num_workers:int, # True for training; processes that decode, 0: this one
     most:int|None=None)->PackLoader: # packs of all ranks that are asked for, always the same; None: all
     "A loader of this rank's micro-batches."
@@ -341,10 +359,12 @@ def pack_loader(source, samples:VQADataset, vlm_cfg:VLMConfig, train_cfg:TrainCo
     # what is asked for is planned as a whole
     lanes = cfg.batch_size*cfg.gradient_accumulation_steps*dist.world_size
     first = max(1, min(FIRST_WINDOW, FIRST_PACKS//lanes)) if most is None else cfg.num_of_sequences
-    rules = PackRules(vlm_cfg.lm_max_length, samples.tokenizer.pad_token_id, cfg.max_images_per_knapsack,
+    rules = PackRules(vlm_cfg.lm_max_length, samples.tokenizer.pad_token_id,
+        cfg.max_images_per_knapsack,
         cfg.max_tiles_per_knapsack, cfg.num_of_sequences, cfg.seed, shuffle, first)
     pin_memory = dist.device.type=='cuda'
-    return PackLoader(samples, source, rules, cfg.batch_size, cfg.gradient_accumulation_steps, dist,
+    return PackLoader(samples, source, rules, cfg.batch_size,
+        cfg.gradient_accumulation_steps, dist,
                       num_workers, pin_memory, most)
 
 # %% ../../nbs/25_data.loader.ipynb #30d19e97
@@ -358,9 +378,12 @@ def random_part(picture:Image.Image, rng:random.Random, least:float)->Image.Imag
 
 def transforms_of(train_cfg:TrainConfig, own:Sequence[Callable]=())->list[Callable]: # instead of its own
     "How training pictures are changed, each as `transform(picture, rng) -> picture`."
-    transforms = list(own) or [load_function(t, 'custom_transforms') for t in train_cfg.custom_transforms]
-    if train_cfg.random_crop: transforms.append(partial(random_part, least=train_cfg.random_crop))
-    require(not transforms or not train_cfg.cache_features, 'cache_features with custom_transforms or '
+    transforms = list(own) or [load_function(t, 'custom_transforms')
+        for t in train_cfg.custom_transforms]
+    if train_cfg.random_crop:
+        transforms.append(partial(random_part, least=train_cfg.random_crop))
+    require(not transforms or not train_cfg.cache_features,
+        'cache_features with custom_transforms or '
         'random_crop: changed pictures are new ones in each epoch, and keeping their features fills the '
         'disk; '
         'leave one of them out')
@@ -383,7 +406,8 @@ def get_dataloaders(train_cfg:TrainConfig, vlm_cfg:VLMConfig, dist:Dist|None=Non
     workers = loader_workers(cfg, cores_of_rank())
     asked = cfg.max_val_batches*cfg.batch_size*dist.world_size
     return (pack_loader(train, training, vlm_cfg, cfg, dist, True, workers),
-            pack_loader(val, validation, vlm_cfg, cfg, dist, False, cfg.val_workers, asked))
+            pack_loader(val, validation, vlm_cfg, cfg, dist, False, cfg.val_workers,
+                asked))
 
 # %% ../../nbs/25_data.loader.ipynb #63c5131b
 def first_rows(source, n:int, samples:VQADataset|None=None)->list[dict]: # leaves rows out; None: none

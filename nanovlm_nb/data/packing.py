@@ -27,7 +27,8 @@ def utilisation(groups:list[list[int]], lengths:Sequence[int], capacity:int)->fl
     return packed/(len(groups)*capacity)
 
 # %% ../../nbs/21_data.packing.ipynb #e14b0002
-def _items(lengths, image_counts, capacity, max_images=None, tile_counts=None, max_tiles=None):
+def _items(lengths, image_counts, capacity, max_images=None, tile_counts=None,
+    max_tiles=None):
     "Items as three costs, the scarcest in front, and an index; the limits; the fewest bins that may do."
     given = (lengths, capacity), (image_counts, max_images), (tile_counts, max_tiles)
     costs = []
@@ -134,7 +135,8 @@ def balanced_greedy_knapsack(
     max_images:int|None=None, # images that a bin holds; None: any number
     tile_counts:Sequence[int]|None=None, max_tiles:int|None=None)->list[list[int]]: # of each; of a bin
     "Returns which items are in each bin: all of them in few bins of equal size, within all limits."
-    items, limits, least = _items(lengths, image_counts, capacity, max_images, tile_counts, max_tiles)
+    items, limits, least = _items(lengths, image_counts, capacity, max_images,
+        tile_counts, max_tiles)
     groups = _plan(items, limits)
     if len(groups) > least: groups = min(groups, _plan(items[::-1], limits), key=len)
     return sorted(groups)
@@ -145,12 +147,14 @@ def _check(samples, image_token_id, per_tile):
     for s in samples:
         name = f"sample {s['id']!r}"
         label = int(s['labels'][-1])
-        if label != IGNORE: raise UsageError(f'{name}: last label is {label}, not {IGNORE}: shift '
+        if label != IGNORE:
+            raise UsageError(f'{name}: last label is {label}, not {IGNORE}: shift '
             'labels within the sample, or its last position would be trained on the document packed after it')
         if image_token_id is None: continue
         slots = int((s['input_ids'] == image_token_id).sum())
         tiles = sum(picture.shape[:-3].numel() for picture in s['images'])
-        if slots != tiles*per_tile: raise UsageError(slot_error(name, slots, tiles, per_tile))
+        if slots != tiles*per_tile:
+            raise UsageError(slot_error(name, slots, tiles, per_tile))
 
 # %% ../../nbs/21_data.packing.ipynb #17a278c1
 def pack(samples:list[dict], # `id`, `input_ids` and `labels` (1-D), `images` (stacks or grids of tiles)
@@ -167,8 +171,10 @@ def pack(samples:list[dict], # `id`, `input_ids` and `labels` (1-D), `images` (s
         joined[key] = torch.cat([*parts, torch.full((length-n,), fill)])
     _check(samples, image_token_id, per_tile)
     n_targets = [int(x.sum()) for x in (joined['labels'][:n] != IGNORE).split(doc_lens)]
-    return dict(joined, attention_mask=(torch.arange(length) < n).long(), doc_lens=doc_lens,
-        n_targets=n_targets, n_images=[len(s['images']) for s in samples], ids=[s['id'] for s in samples],
+    return dict(joined, attention_mask=(torch.arange(length) < n).long(),
+        doc_lens=doc_lens,
+        n_targets=n_targets, n_images=[len(s['images']) for s in samples],
+        ids=[s['id'] for s in samples],
         images=[*chain(*(s['images'] for s in samples))])
 
 # %% ../../nbs/21_data.packing.ipynb #d3c26ef1
@@ -196,7 +202,8 @@ def collate_packs(packs:list[dict], # of one length, from `pack`; one alone may 
     layout = batch['layout'][0] if 'layout' in batch else None
     if layout is None:
         grids = grids_of(batch['images']) if window else ()
-        layout = Layout.of(batch['input_ids'], image_token_id, batch['labels'], doc_lens=batch['doc_lens'],
+        layout = Layout.of(batch['input_ids'], image_token_id, batch['labels'],
+            doc_lens=batch['doc_lens'],
             grids=grids, window=window)
     if pin:
         batch['input_ids'] = batch['input_ids'].pin_memory()
@@ -222,10 +229,13 @@ def _stretches(sizes): return pairwise(accumulate(sizes, initial=0))
 
 def unpack(batch:Batch)->Iterator[Document]: # row by row; `layout` is not needed
     "The documents of a batch."
-    rows = zip(batch['images'], batch['ids'], batch['n_targets'], batch['doc_lens'], batch['n_images'])
+    rows = zip(batch['images'], batch['ids'], batch['n_targets'], batch['doc_lens'],
+        batch['n_images'])
     for row, (images, ids, targets, lens, counts) in enumerate(rows):
-        for id, n, (start, end), (first, last) in zip(ids, targets, _stretches(lens), _stretches(counts)):
+        for id, n, (start, end), (first, last) in zip(ids, targets, _stretches(lens),
+            _stretches(counts)):
             span = slice(start, end)
             places = range(first, last)
-            yield Document(id, row, span, places, batch['input_ids'][row, span], batch['labels'][row, span],
+            yield Document(id, row, span, places, batch['input_ids'][row, span],
+                batch['labels'][row, span],
                            images[first:last], n)

@@ -71,7 +71,8 @@ def neutralise(text:str|None, tokenizer:PreTrainedTokenizerBase|re.Pattern)->str
     "Break every special token that a text spells out; it looks the same."
     pattern = tokenizer if isinstance(tokenizer, re.Pattern) else special_pattern(tokenizer)
     spare = map(chr, range(0xe000, 0xf8ff))
-    def unused(wanted): return next(c for c in chain(wanted, spare) if c not in pattern.pattern)
+    def unused(wanted):
+        return next(c for c in chain(wanted, spare) if c not in pattern.pattern)
     within = unused('\u200b\u2060\ufeff') # no special token has them: what is broken stays so
     instead = unused('\ufffd?_')
     def broken(match):
@@ -85,7 +86,8 @@ def neutralise(text:str|None, tokenizer:PreTrainedTokenizerBase|re.Pattern)->str
 # %% ../../nbs/15_data.prompts.ipynb #a1b0c001
 MARK = '<image>' # where a picture belongs in a question
 # of MiniGPT-4, DeepSeek-VL, LMDeploy, Qwen-VL, Llama, Gemma and Pixtral
-_OTHERS = ('<IMAGE>', '<Image>', '<ImageHere>', '<image_placeholder>', '<IMAGE_TOKEN>', '<|image_pad|>',
+_OTHERS = ('<IMAGE>', '<Image>', '<ImageHere>', '<image_placeholder>', '<IMAGE_TOKEN>',
+    '<|image_pad|>',
     '<|image|>', '<start_of_image>')
 _MARKS = re.compile(r'(?:<Img>|<Image>|<\|vision_start\|>)?'
     rf"(?:<\|?image[ _-]?(\d{{1,3}})\|?>|({MARK}(?:[^<>\s]*</image>)?|<img>[^<>]*</img>|"
@@ -117,7 +119,8 @@ def number_marks(turns:list[dict], n:int)->tuple[list[dict],int]: # pictures; ma
     numbered = []
     for turn,user,marks in zip(turns, users, found):
         kinds = [_kind(mark) for mark in marks]
-        plain = next((kind for kind in ('<image', *kinds) if kind and kind in kinds), '')
+        plain = next((kind for kind in ('<image', *kinds) if kind and kind in kinds),
+            '')
         numbered.append(turn|dict(user=_MARKS.sub(number, user)))
     return numbered, spare
 
@@ -152,7 +155,8 @@ def _places(turns:list[dict], pictures:list[str])->tuple[str,dict[int,str]]: # o
     if numbers != sorted({*numbers}) or not numbers or numbers[-1] >= len(pictures):
         return ''.join(pictures), {}
     ends = [*numbers[1:], len(pictures)] # a picture without a mark follows the one before it
-    return ''.join(pictures[:numbers[0]]), {k:''.join(pictures[k:end]) for k,end in zip(numbers, ends)}
+    return ''.join(pictures[:numbers[0]]), {k:''.join(pictures[k:end])
+        for k,end in zip(numbers, ends)}
 
 def to_messages(tokenizer:PreTrainedTokenizerBase|re.Pattern, # or its `special_pattern`
     texts:list[dict], # turns {'user', 'assistant'}; the last may lack 'assistant'
@@ -168,17 +172,20 @@ def to_messages(tokenizer:PreTrainedTokenizerBase|re.Pattern, # or its `special_
         if inline: head, places = _places(texts, pictures)
     for k,turn in enumerate(texts):
         parts = _NUMBER.split(turn['user']) if places else [turn['user']] # texts, and numbers between them
-        asked = [places[int(part)] if i%2 else neutralise(part, tokenizer) for i,part in enumerate(parts)]
+        asked = [places[int(part)] if i%2 else neutralise(part, tokenizer)
+            for i,part in enumerate(parts)]
         messages.append(dict(role='user', content=head+''.join(asked)))
         head = '' # it comes before the first question
         if 'assistant' in turn:
-            messages.append(dict(role='assistant', content=neutralise(turn['assistant'], tokenizer)))
+            messages.append(dict(role='assistant',
+                content=neutralise(turn['assistant'], tokenizer)))
         elif k+1 < len(texts):
             raise UsageError(f'turn {k} of {len(texts)} has no answer: only the last may lack one')
     return messages
 
 # %% ../../nbs/15_data.prompts.ipynb #2abb23ce
-_FAILS = (TemplateError, TypeError, ValueError, AttributeError, LookupError, ArithmeticError, RuntimeError,
+_FAILS = (TemplateError, TypeError, ValueError, AttributeError, LookupError,
+    ArithmeticError, RuntimeError,
     MemoryError)
 _MOST_STEPS = 100_000 # of all loops and macros of a chat template, for one conversation
 _BUDGET = f'{{% set steps = namespace(left={_MOST_STEPS}) %}}\n'
@@ -199,13 +206,17 @@ def _bounded(template:str)->str:
             texts.append(_STEP.replace('SIGN', '+' if text.startswith('+') else ''))
     return ''.join(texts)
 
-def render_chat(tokenizer:PreTrainedTokenizerBase, messages:list[dict], prompt:bool=False)->str:
+def render_chat(tokenizer:PreTrainedTokenizerBase, messages:list[dict],
+    prompt:bool=False)->str:
     "Messages as one text; `prompt` ends it where the answer would begin."
     if tokenizer.chat_template is None:
         raise UsageError('no chat template: pass lm_chat_template to get_tokenizer')
-    try: return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt,
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=False,
+            add_generation_prompt=prompt,
         chat_template=_bounded(tokenizer.get_chat_template()), enable_thinking=False)
-    except _FAILS as e: raise UsageError(f'the chat template fails: {type(e).__name__}: {e}') from e
+    except _FAILS as e:
+        raise UsageError(f'the chat template fails: {type(e).__name__}: {e}') from e
 
 # %% ../../nbs/15_data.prompts.ipynb #bbf6d039
 # what a chat template puts around an answer: the text between question and answer, up to where generation
@@ -225,7 +236,8 @@ def answer_frame(tokenizer:PreTrainedTokenizerBase)->AnswerFrame: # with a chat 
     chat = [dict(role='user', content=q), dict(role='assistant', content=a)]
     text = render_chat(tokenizer, chat)
     prompt = render_chat(tokenizer, chat[:1], prompt=True)
-    require(q in prompt, 'the chat template writes nothing of a message that is one text: give one in '
+    require(q in prompt,
+        'the chat template writes nothing of a message that is one text: give one in '
         'lm_chat_template that does not want a list of parts')
     lead, separator, end = text[len(prompt):].partition(a)
     require(text.startswith(prompt) and separator and not lead.strip(),
@@ -238,7 +250,8 @@ def answer_frames(tokenizer:PreTrainedTokenizerBase)->list[AnswerFrame]: # of th
     "What a chat template puts around answers; one, if there is no difference."
     last = answer_frame(tokenizer)
     words = ('xzyvd', 'dvyzx', 'yvxdz')
-    chat = [dict(role=r, content=w) for r,w in zip(('user', 'assistant', 'user'), words)]
+    chat = [dict(role=r, content=w)
+        for r,w in zip(('user', 'assistant', 'user'), words)]
     try: _, between, after, *_ = re.split('|'.join(words), render_chat(tokenizer, chat))
     except ValueError: return [last] # for a single question
     shared = len(commonprefix([after, last[1]]))
@@ -255,7 +268,8 @@ def _answer_spans(text:str, messages:list[dict], # rendered; as they were
     for question,answer in zip(messages, messages[1:]):
         if answer['role'] != 'assistant': continue
         # some templates trim
-        asked, said = (dict.fromkeys((m['content'], m['content'].strip())) for m in (question, answer))
+        asked, said = (dict.fromkeys((m['content'], m['content'].strip()))
+            for m in (question, answer))
         found = [] # -start of the answer, its end: the first is the largest, the longest of them
         for (between,end,lead),q,a in product(frames, asked, said):
             head = q+between
@@ -277,7 +291,8 @@ def encode_chat(tokenizer:PreTrainedTokenizerBase, texts:list[dict], # fast, wit
     "Ids and labels (T,) of a conversation, labels shifted by one and -100 where nothing is learned."
     messages = to_messages(special or tokenizer, texts, pictures, inline)
     text = render_chat(tokenizer, messages)
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True,
+        verbose=False)
     ids = np.array(encoded['input_ids'], dtype=np.int64)
     chars = np.array(encoded['offset_mapping'], dtype=np.int64).reshape(-1, 2)
     labels = np.full_like(ids, IGNORE)

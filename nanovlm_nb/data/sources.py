@@ -75,16 +75,19 @@ class Parts(Sequence):
 # %% ../../nbs/22_data.sources.ipynb #8e5f9a13
 READ_ROWS = 32 # that are read at a time
 # what reading a file may raise
-BROKEN = (pa.ArrowException, CastError, TypeError, OSError, EOFError, tarfile.TarError, zlib.error)
+BROKEN = (pa.ArrowException, CastError, TypeError, OSError, EOFError, tarfile.TarError,
+    zlib.error)
 
 def _is_damage(e):
     "Whether a file, or its columns, cannot be read; other errors are the system's."
-    return type(e) is OSError and e.errno is None or not isinstance(e, (OSError, MemoryError))
+    return type(e) is OSError and e.errno is None or not isinstance(e,
+        (OSError, MemoryError))
 
 def head_rows(rows)->list[dict]: # a table, a stream, or what gives rows
     "The first rows of a data set; none if its columns are known or were looked at, or if a file is damaged."
     if isinstance(rows, Parts): return []
-    if not isinstance(rows, (datasets.Dataset, datasets.IterableDataset)): return [*islice(iter(rows), 1)]
+    if not isinstance(rows, (datasets.Dataset, datasets.IterableDataset)):
+        return [*islice(iter(rows), 1)]
     if not {*rows.column_names}-{*FEATURES}: return []
     try: tables = [*islice(rows.with_format('arrow').iter(READ_ROWS), 1)]
     except BROKEN as e: # it is named when its rows are due
@@ -128,11 +131,13 @@ class MapSource:
         self.shuffle = shuffle
         self.start = val_size
         self.val_size = val_size
-        require(0<=val_size<n, f'val_size {val_size} leaves no training rows of {n}: lower it, to '
+        require(0<=val_size<n,
+            f'val_size {val_size} leaves no training rows of {n}: lower it, to '
             f'{n//10} for example')
         self.stop = n if limit is None else min(n, val_size+limit)
         whole = (self.start, self.stop)==(0, n)
-        self.split:range|_Permutation = range(n) if whole else _Permutation(n, f'split {seed}')
+        self.split:range|_Permutation = range(n) if whole else _Permutation(n,
+            f'split {seed}')
 
     def _encoded(self, name, rows):
         "Rows as tables of arrow where they can be, so that no picture is decoded; no column may be lost."
@@ -155,14 +160,17 @@ class MapSource:
         "The rows of a lane, from a position on."
         size = self.stop-self.start
         order = _Permutation(size, f'{self.seed}/{epoch}') if self.shuffle else range(size)
-        for n,place in enumerate(range(lane+(at or 0)*lanes, size, lanes), start=(at or 0)+1):
+        for n,place in enumerate(range(lane+(at or 0)*lanes, size, lanes),
+            start=(at or 0)+1):
             part,number = self.table.place(self.split[self.start+order[place]])
             name = self.names[part]
-            yield n,to_row(self.parts[part][number], number, name, folders=self.folders.get(name))
+            yield n,to_row(self.parts[part][number], number, name,
+                folders=self.folders.get(name))
 
     def describe(self)->dict: # JSON-able
         "What a saved position depends on."
-        return dict(rows=len(self.table), start=self.start, stop=self.stop, seed=self.seed,
+        return dict(rows=len(self.table), start=self.start, stop=self.stop,
+            seed=self.seed,
                     shuffle=self.shuffle)
 
 # %% ../../nbs/22_data.sources.ipynb #a1c0de04
@@ -195,7 +203,8 @@ def _shares(ds:datasets.IterableDataset|Parts)->list[tuple[Any,int]]: # stream, 
         streams = [*pool.map(_row_groups, _pieces(ds, 1))] if ds.num_shards<RESHARD_BELOW else [ds]
     shares = []
     for stream in streams:
-        for piece in _pieces(stream, TOGETHER): shares += [(piece, i) for i in range(piece.num_shards)]
+        for piece in _pieces(stream, TOGETHER):
+            shares += [(piece, i) for i in range(piece.num_shards)]
     return shares
 
 # %% ../../nbs/22_data.sources.ipynb #1e564547
@@ -226,13 +235,15 @@ class Share(NamedTuple):
     part:int # of the stream
 
 # %% ../../nbs/22_data.sources.ipynb #da3e1c10
-def _rows_in(share:Share, start:int, stop:float, first:int, step:int)->Iterator[tuple[int,Any]]:
+def _rows_in(share:Share, start:int, stop:float, first:int,
+    step:int)->Iterator[tuple[int,Any]]:
     "Numbers and rows of a share, among them all that `_read_share` is asked for."
     _,_,stream,index = share
     if isinstance(stream, Parts):
         rows = stream.parts[index]
         size = len(rows)
-        for i in range(start+(first-start)%step, int(min(size, stop)), step): yield i,rows[i]
+        for i in range(start+(first-start)%step, int(min(size, stop)), step):
+            yield i,rows[i]
         damage = getattr(rows, 'damage', '')
         if damage and size<stop: raise tarfile.ReadError(damage)
         return
@@ -258,7 +269,8 @@ def _read_share(share:Share, start:int=0, stop:float=inf, first:int=0, step:int=
         except StopIteration: return
         except BROKEN as e:
             if not _is_damage(e): raise
-            return (yield None,Dropped(id, 'unreadable_shard', f'{type(e).__name__}: {e}'))
+            return (yield None,
+                Dropped(id, 'unreadable_shard', f'{type(e).__name__}: {e}'))
         if start<=i<stop and i%step==first:
             yield i,to_row(row, f'{share.number}:{i}', share.name, folders=folders)
 
@@ -276,8 +288,10 @@ class StreamSource:
         self.folders = folders or {}
         self.shares:list[Share] = []
         for name,stream in streams.items():
-            if not isinstance(stream, Parts) and stream.features: stream = stream.with_format('arrow')
-            self.shares += [Share(name, i, *found) for i,found in enumerate(_shares(stream))]
+            if not isinstance(stream, Parts) and stream.features:
+                stream = stream.with_format('arrow')
+            self.shares += [Share(name, i, *found)
+                for i,found in enumerate(_shares(stream))]
         self.heads = _heads(len(self.shares), val_size)
 
     def held_out(self)->'StreamSource': # always in the same order
@@ -293,21 +307,25 @@ class StreamSource:
 
     def describe(self)->dict: # JSON-able
         "What a saved position depends on."
-        return dict(shares=len(self.shares), val_size=self.val_size, part=self.part, limit=self.limit,
+        return dict(shares=len(self.shares), val_size=self.val_size, part=self.part,
+            limit=self.limit,
                     seed=self.seed)
 
     def rows_of(self, lane:int, lanes:int, epoch:int|str, at:list|None=None)->Rows:
         "The rows of a lane, from a position on."
         (done,start,served) = at or (0, 0, 0)
         train = self.part=='train'
-        shuffled = _Permutation(len(self.shares), f'{self.seed}/{epoch if train else self.part}')
+        shuffled = _Permutation(len(self.shares),
+            f'{self.seed}/{epoch if train else self.part}')
         order = [shuffled[i] for i in range(shuffled.n)]
         most = inf if self.limit is None else self.limit//lanes+(lane<self.limit%lanes)
-        for j,(s,first,step) in enumerate(_lane_shares(order, lane, lanes)[done:], start=done):
+        for j,(s,first,step) in enumerate(_lane_shares(order, lane, lanes)[done:],
+            start=done):
             head = self.heads[s]
             begin,end = (max(start, head), inf) if train else (start, head)
             share = self.shares[s]
-            for i,row in _read_share(share, begin, end, first, step, self.folders.get(share.name)):
+            for i,row in _read_share(share, begin, end, first, step,
+                self.folders.get(share.name)):
                 if served==most: return
                 if not isinstance(row, Dropped): served += 1
                 yield ([j+1, 0, served] if i is None else [j, i+1, served]),row
@@ -334,14 +352,16 @@ class Mixture:
 
     def describe(self)->dict: # JSON-able
         "What a saved position depends on."
-        return dict(weights=self.weights, once=self.once, sources=[s.describe() for s in self.sources])
+        return dict(weights=self.weights, once=self.once,
+            sources=[s.describe() for s in self.sources])
 
     def rows_of(self, lane:int, lanes:int, epoch:int|str, at:list|None=None)->Rows:
         "The rows of a lane, from a position on."
         state:list[Any] = [list(s) for s in at or [(0, 0, None)]*len(self.sources)] # drawn, passes, position
         def opened(k):
             _,again,pos = state[k]
-            return self.sources[k].rows_of(lane, lanes, f'{epoch}.{again}' if again else epoch, pos)
+            return self.sources[k].rows_of(lane, lanes,
+                f'{epoch}.{again}' if again else epoch, pos)
         readers = {k:opened(k) for k in range(len(state))}
         while readers:
             n = sum(s[0] for s in state)+1

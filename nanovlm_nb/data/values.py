@@ -32,7 +32,8 @@ _NULL = dict(bytes=None, path=None)
 def as_list(x)->list: # a value, several, or None
     "A list without nulls; a picture of arrow with neither bytes nor path is one."
     several = isinstance(x, (list, tuple)) or getattr(x, 'dtype', None) == object
-    return [v for v in (x if several else [x]) if not (v is None or isinstance(v, dict) and v == _NULL)]
+    return [v for v in (x if several else [x])
+        if not (v is None or isinstance(v, dict) and v == _NULL)]
 
 # %% ../../nbs/16_data.values.ipynb #0800a009
 def is_filled(value:Any)->bool:
@@ -130,7 +131,8 @@ def find_picture(picture:Any, folders:Folders)->Any: # None: it is as it is
     name = name.strip().removeprefix('file://')
     path = _find(name, folders)
     if path: return path
-    if '://' in name: raise MissingFile(f'{name:.90} is an address: download the pictures first, '
+    if '://' in name:
+        raise MissingFile(f'{name:.90} is an address: download the pictures first, '
                                         'with img2dataset for example')
     guess = _guess(name, folders)
     where = os.path.join(folders[0], name) if folders else name
@@ -143,7 +145,8 @@ def listed(value:Any)->Any:
     text = value.strip() if isinstance(value, str) else ''
     if text[:1]+text[-1:] != '[]' or re.search(r"""['"]\s+['"]""", text): return value
     for read in (json.loads, ast.literal_eval):
-        with suppress(ValueError, SyntaxError, TypeError, MemoryError, RecursionError): return read(text)
+        with suppress(ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+            return read(text)
     return value
 
 def pictures_of(value:Any, folders:Folders)->list: # see `find_picture`
@@ -151,8 +154,10 @@ def pictures_of(value:Any, folders:Folders)->list: # see `find_picture`
     if isinstance(value, str): value = listed(value)
     if isinstance(value, str) and folders is not None and not is_base64(value):
         names = [name for name in value.split(',') if name.strip()]
-        if all(map(names_picture, names)) and not _find(value.strip(), folders): value = names
-    return [find_picture(picture, folders) for picture in as_list(value) if is_filled(picture)]
+        if all(map(names_picture, names)) and not _find(value.strip(), folders):
+            value = names
+    return [find_picture(picture, folders) for picture in as_list(value)
+        if is_filled(picture)]
 
 # %% ../../nbs/16_data.values.ipynb #d1a00b25
 def is_conversation(value:Any)->bool:
@@ -161,7 +166,8 @@ def is_conversation(value:Any)->bool:
     if isinstance(value, str) and value[:1] == '[': value = listed(value)
     several = isinstance(value, (list, tuple)) or getattr(value, 'dtype', None) == object
     if not several or not len(value) or not isinstance(value[0], dict): return False
-    pairs = {'from', 'value'}, {'role', 'content'}, {'user', 'assistant'}, {'question', 'answer'}
+    pairs = {'from', 'value'}, {'role', 'content'}, {'user', 'assistant'}, {'question',
+        'answer'}
     return any(names <= value[0].keys() for names in pairs)
 
 def names_of(value:Any)->list[str|None]:
@@ -179,12 +185,17 @@ def options_of(row:dict, columns:tuple[str,...])->dict[str,Any]: # `columns_of(r
     value = listed(row[columns[0]])
     if len(columns) > 1: found = {name[-1].upper():row[name] for name in columns}
     elif not isinstance(value, dict): found = dict(zip(ascii_uppercase, as_list(value)))
-    elif {'text', 'label'} <= value.keys(): found = dict(zip(value['label'], value['text']))
-    else: found = {str(label):option for label,option in value.items() if option is not None}
-    texts = all(isinstance(option, (str, int, float, np.generic)) for option in found.values())
+    elif {'text', 'label'} <= value.keys():
+        found = dict(zip(value['label'], value['text']))
+    else:
+        found = {str(label):option for label,option in value.items()
+            if option is not None}
+    texts = all(isinstance(option, (str, int, float, np.generic))
+        for option in found.values())
     require(texts and 1 < len(found) and len(as_list(value)) <= 26,
         f'`{columns[0]}` is {row[columns[0]]!r:.80}: give a list of 2 to 26 options')
-    lettered = all(re.match(rf'\(?{re.escape(label)}[.:)]\s', str(option)) for label,option in found.items())
+    lettered = all(re.match(rf'\(?{re.escape(label)}[.:)]\s', str(option))
+        for label,option in found.items())
     if not lettered: return found
     return {label:option.split(maxsplit=1)[1] for label,option in found.items()}
 
@@ -196,8 +207,10 @@ def pick_option(answer:Any, options:dict[str,Any], column:str, place:bool=False)
     meant = set()
     for label,option in options.items():
         forms = label, str(option).strip(), f'{label}. {option}', f'{label}: {option}', f'({label}) {option}'
-        if {text.casefold(), bare} & {form.casefold() for form in forms}: meant.add(label)
-    whole = isinstance(answer, (int, float)) and all(isinstance(option, str) for option in options.values())
+        if {text.casefold(), bare} & {form.casefold() for form in forms}:
+            meant.add(label)
+    whole = isinstance(answer, (int, float)) and all(isinstance(option, str)
+        for option in options.values())
     if text.isdigit() and not any(label.isdigit() for label in options):
         if place or whole: meant.clear()
         meant |= {*[*options][int(text):][:1]}

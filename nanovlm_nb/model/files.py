@@ -29,9 +29,11 @@ def resolve_checkpoint(name:str|Path, # directory of a checkpoint or of a run, o
     weights:bool=True)->Path: # False: of the hub only the small files
     "Returns the local directory of a checkpoint."
     if Path(name).is_dir(): return Path(find_checkpoint(name))
-    if Path(name).is_file(): raise UsageError(f'{name} is a file: give the directory of a checkpoint')
+    if Path(name).is_file():
+        raise UsageError(f'{name} is a file: give the directory of a checkpoint')
     wanted = HUB_FILES
-    if not weights: wanted = [file for file in HUB_FILES if not file.endswith('safetensors')]
+    if not weights:
+        wanted = [file for file in HUB_FILES if not file.endswith('safetensors')]
     try: return Path(snapshot_download(str(name), allow_patterns=wanted))
     except (OSError,ValueError) as e:
         raise MissingFile(f"{name} is no directory, and the hub did not give it ({type(e).__name__})"
@@ -81,7 +83,8 @@ def _opened(path:Path)->Iterator[Any]: # a safetensors file
     "Yields an open file; a UsageError names a damaged one."
     try:
         with safe_open(path, 'pt') as file: yield file
-    except SafetensorError as e: raise UsageError(f"{path} is damaged ({e}): fetch or copy it again") from e
+    except SafetensorError as e:
+        raise UsageError(f"{path} is damaged ({e}): fetch or copy it again") from e
 
 def _read_tensor(path, name):
     with _opened(path) as file: return file.get_tensor(name)
@@ -96,9 +99,11 @@ def _read_tensors(folder:Path)->Tensors: # directory of a checkpoint
     "Returns all its tensors; an index lists the files of a large checkpoint."
     index = folder/'model.safetensors.index.json'
     files = ['model.safetensors']
-    if index.exists(): files = sorted({*json.loads(index.read_bytes())['weight_map'].values()})
+    if index.exists():
+        files = sorted({*json.loads(index.read_bytes())['weight_map'].values()})
     outside = [f for f in files if Path(f).name!=f]
-    require(not outside, f"{index} names {''.join(outside[:1])}: files of weights lie beside it, correct it")
+    require(not outside,
+        f"{index} names {''.join(outside[:1])}: files of weights lie beside it, correct it")
     for file in files:
         if (folder/file).is_file(): continue
         raise MissingFile(f"{folder.name} has no {file}: is it a checkpoint?")
@@ -106,10 +111,13 @@ def _read_tensors(folder:Path)->Tensors: # directory of a checkpoint
 
 # %% ../../nbs/33_model.files.ipynb #26a10004
 # in the order in which safetensors lays them out, the last first
-_CODES = {torch.bool:'BOOL', torch.uint8:'U8', torch.int8:'I8', torch.int16:'I16', torch.float16:'F16',
-    torch.bfloat16:'BF16', torch.int32:'I32', torch.float32:'F32', torch.float64:'F64', torch.int64:'I64'}
+_CODES = {torch.bool:'BOOL', torch.uint8:'U8', torch.int8:'I8', torch.int16:'I16',
+    torch.float16:'F16',
+    torch.bfloat16:'BF16', torch.int32:'I32', torch.float32:'F32', torch.float64:'F64',
+    torch.int64:'I64'}
 
-def _bytes_of(w): return w.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+def _bytes_of(w):
+    return w.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
 
 def write_tensors(path:Path, tensors:Mapping[str,Tensor], metadata:dict[str,str], # to write; texts by name
     names:Collection[str])->None: # of those to write
@@ -122,7 +130,8 @@ def write_tensors(path:Path, tensors:Mapping[str,Tensor], metadata:dict[str,str]
         kind = kinds[k]
         begin = end
         end = begin+kind.numel()*kind.element_size()
-        places[k] = dict(dtype=_CODES[kind.dtype], shape=[*kind.shape], data_offsets=[begin,end])
+        places[k] = dict(dtype=_CODES[kind.dtype], shape=[*kind.shape],
+            data_offsets=[begin,end])
     told = dict(__metadata__=metadata)|places
     header = json.dumps(told, separators=(',',':'), ensure_ascii=False).encode()
     header += b' '*(-len(header)%8)
@@ -169,5 +178,6 @@ def written_at_once(path:str|Path, owned:Collection[str]=(), # directory to fill
 HEAD = 'decoder.head.weight'
 EMBED = 'decoder.token_embedding.weight'
 # whole models in transformers that can be read and written: type -> class
-WHOLE = dict(smolvlm='SmolVLMForConditionalGeneration', idefics3='Idefics3ForConditionalGeneration',
+WHOLE = dict(smolvlm='SmolVLMForConditionalGeneration',
+    idefics3='Idefics3ForConditionalGeneration',
              qwen2_5_vl='Qwen2_5_VLForConditionalGeneration')

@@ -43,7 +43,8 @@ def pairs(doc_lens:Iterable)->int: # lengths of documents; also one list of them
 
 # %% ../../nbs/40_model.flops.ipynb #bdf1cf84
 # part -> the count that it grows with
-DRIVERS = dict(vision='tiles', projector='tiles', blocks='positions', attention='pairs', head='targets')
+DRIVERS = dict(vision='tiles', projector='tiles', blocks='positions', attention='pairs',
+    head='targets')
 # of a model whose pictures are grids of tiles: attention in its tower
 TOWER_PAIRS = dict(windows='window_pairs', pictures='picture_pairs')
 COMPONENTS = ('MP','vision_encoder','decoder') # attributes of the model that can train
@@ -62,7 +63,8 @@ def _vision_flops(
     patch = _matrix_flops(3*cfg.vit_patch_size**2*D, trained, False).plus(beside)
     block = _matrix_flops(4*D*D + (2+cfg.native)*D*I, trained, passed) # native: a gated MLP
     mixing = _Flops() if cfg.native else _Flops(4*P*D, 8*P*D*passed)
-    again = _Flops(0, 0, (block.forward+mixing.forward-2*D*I)*(checkpointing and passed))
+    again = _Flops(0, 0,
+        (block.forward+mixing.forward-2*D*I)*(checkpointing and passed))
     blocks = block.plus(mixing).plus(again).times(cfg.vit_n_blocks*P)
     return patch.times(cfg.n_patches).plus(blocks)
 
@@ -137,8 +139,10 @@ def unit_flops(
     n = beside.get('vision_encoder', 0)
     cached = cache_features and not vision and not n
     seen = _Flops() if cached else _vision_flops(cfg, vision, vision_checkpointing, n)
-    projector = _projector_flops(cfg, 'MP' in trains, vision or n>0, beside.get('MP', 0))
-    return dict(vision=seen, projector=projector, **_tower_pairs(cfg, vision or n>0, vision_checkpointing),
+    projector = _projector_flops(cfg, 'MP' in trains, vision or n>0,
+        beside.get('MP', 0))
+    return dict(vision=seen, projector=projector,
+        **_tower_pairs(cfg, vision or n>0, vision_checkpointing),
         **_language_flops(cfg, trains, last_blocks, language_checkpointing, beside))
 
 # %% ../../nbs/40_model.flops.ipynb #2d969064
@@ -150,11 +154,13 @@ def step_flops(
 )->dict[str,_Flops]: # part -> arithmetic; `padding` is waste
     "Returns the cost of forward and backward of one batch."
     units = unit_flops(vlm_cfg, trains, **how)
-    tokens:Any = sum(sum(row) if isinstance(row, (list,tuple)) else row for row in doc_lens)
+    tokens:Any = sum(sum(row) if isinstance(row, (list,tuple)) else row
+        for row in doc_lens)
     positions = tokens if positions is None else positions
     counts = dict(tiles=tiles, positions=tokens, pairs=pairs(doc_lens), targets=targets,
                   window_pairs=window_pairs, picture_pairs=picture_pairs)
-    parts = {part:unit.times(counts[(DRIVERS|TOWER_PAIRS)[part]]) for part,unit in units.items()}
+    parts = {part:unit.times(counts[(DRIVERS|TOWER_PAIRS)[part]])
+        for part,unit in units.items()}
     return parts | dict(padding=units['blocks'].times(positions-tokens))
 
 # %% ../../nbs/40_model.flops.ipynb #7faf9cd0
@@ -174,11 +180,16 @@ class _Gpu(NamedTuple):
 
 # %% ../../nbs/40_model.flops.ipynb #e055a471
 # name -> device; of two that fit a name the first counts
-GPUS = {'B200':_Gpu(2250, 180), 'H200 NVL':_Gpu(835, 141), 'H200':_Gpu(989, 141), 'GH200':_Gpu(989, 96),
-    'H100 PCIe':_Gpu(756, 80), 'H100 NVL':_Gpu(835, 94), 'H100':_Gpu(989, 80), 'A100 40GB':_Gpu(312, 40),
-    'A100':_Gpu(312, 80), 'L40S':_Gpu(362, 48), 'L4':_Gpu(121, 24), 'A40':_Gpu(150, 48), 'A30':_Gpu(165, 24),
-    'A10G':_Gpu(70, 24), 'A10':_Gpu(125, 24), 'RTX 6000 Ada':_Gpu(364, 48), 'RTX A6000':_Gpu(155, 48),
-    'RTX 5090':_Gpu(210, 32), 'RTX 4090':_Gpu(165, 24), 'RTX 3090':_Gpu(71, 24), 'RTX 3060 Ti':_Gpu(32, 8),
+GPUS = {'B200':_Gpu(2250, 180), 'H200 NVL':_Gpu(835, 141), 'H200':_Gpu(989, 141),
+    'GH200':_Gpu(989, 96),
+    'H100 PCIe':_Gpu(756, 80), 'H100 NVL':_Gpu(835, 94), 'H100':_Gpu(989, 80),
+    'A100 40GB':_Gpu(312, 40),
+    'A100':_Gpu(312, 80), 'L40S':_Gpu(362, 48), 'L4':_Gpu(121, 24), 'A40':_Gpu(150, 48),
+    'A30':_Gpu(165, 24),
+    'A10G':_Gpu(70, 24), 'A10':_Gpu(125, 24), 'RTX 6000 Ada':_Gpu(364, 48),
+    'RTX A6000':_Gpu(155, 48),
+    'RTX 5090':_Gpu(210, 32), 'RTX 4090':_Gpu(165, 24), 'RTX 3090':_Gpu(71, 24),
+    'RTX 3060 Ti':_Gpu(32, 8),
     'RTX 3060':_Gpu(25, 12), 'V100':_Gpu(125, 32),
     'T4':_Gpu(65, 16), 'MI300X':_Gpu(1307, 192), 'MI250X':_Gpu(383, 128)}
 # words in names of another chip, or of a part of one
@@ -199,7 +210,8 @@ def find_gpu(name:str)->_Gpu|None: # as `torch.cuda.get_device_name()` gives it,
 def known_gpu(name:str)->_Gpu: # likewise
     "Returns a device that must be in the table."
     gpu = find_gpu(name)
-    if gpu is None: raise UsageError(f"GPU {name!r} is unknown: give one of {', '.join(GPUS)}")
+    if gpu is None:
+        raise UsageError(f"GPU {name!r} is unknown: give one of {', '.join(GPUS)}")
     return gpu
 
 # %% ../../nbs/40_model.flops.ipynb #e04c32c6

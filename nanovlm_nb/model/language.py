@@ -42,14 +42,16 @@ class RotaryEmbedding(nn.Module):
     def __init__(self, cfg:VLMConfig): # reads `head_width`, `lm_re_base`, and fields of rotary embedding
         super().__init__()
         width = cfg.head_width
-        self.register_buffer('inv_freq', 1/cfg.lm_re_base**(torch.arange(0, width, 2)/width))
+        self.register_buffer('inv_freq',
+            1/cfg.lm_re_base**(torch.arange(0, width, 2)/width))
         self.scaling = cfg.lm_attn_scaling
         self.sections = cfg.lm_mrope_sections
 
     def _apply(self, fn, recurse=True):
         exact = self.inv_freq
         super()._apply(fn, recurse)
-        if self.inv_freq.dtype!=exact.dtype: self.inv_freq = exact.to(self.inv_freq.device)
+        if self.inv_freq.dtype!=exact.dtype:
+            self.inv_freq = exact.to(self.inv_freq.device)
         return self
 
     @torch.no_grad()
@@ -92,7 +94,8 @@ class KVCache:
         if self.length==0: return self._start(B, T, x.device, layout)
         self.key_mask[:,self.length:self.length+T] = True
         self.length += T
-        return self.key_mask.sum(1, keepdim=True) + self.shift + torch.arange(-T, 0, device=x.device)
+        return self.key_mask.sum(1, keepdim=True) + self.shift + torch.arange(-T, 0,
+            device=x.device)
 
     def _start(self, B, T, device, layout):
         layout = layout or Layout.from_doc_lens([[T]]*B, T)
@@ -101,7 +104,8 @@ class KVCache:
         self.length = T
         positions = layout.to(device).positions
         if positions.ndim==3: # what follows a picture begins behind its longer side
-            self.shift = positions.amax((0,2))[:,None]+1-self.key_mask.sum(1, keepdim=True)
+            self.shift = positions.amax((0,2))[:,None]+1-self.key_mask.sum(1,
+                keepdim=True)
         return positions
 
     def append(self, block:int, k:Tensor, # number of the block; (B, Hkv, T, D) its new keys
@@ -167,8 +171,11 @@ class LanguageModelGroupedQueryAttention(nn.Module):
         "Mix the positions of each document."
         q,k,v = self.heads(x, cos, sin)
         if cache is not None: past = cache.append(self.index, k, v)
-        if cache is not None and cache.length>x.shape[1]: out = cached_attention(q, *past)
-        else: out = attention(q, k, v, layout, backend=self.backend, dropout_p=self.dropout*self.training)
+        if cache is not None and cache.length>x.shape[1]:
+            out = cached_attention(q, *past)
+        else:
+            out = attention(q, k, v, layout, backend=self.backend,
+                dropout_p=self.dropout*self.training)
         return self.resid_dropout(self.out_proj(out.transpose(1,2).flatten(2)))
 
 # %% ../../nbs/30_model.language.ipynb #d289f4d2
@@ -210,8 +217,10 @@ class LanguageModelMoE(nn.Module):
         super().__init__()
         self.top_k = cfg.moe_top_k
         self.router = nn.Linear(cfg.lm_hidden_dim, cfg.moe_experts, bias=False)
-        self.experts = nn.ModuleList(LanguageModelMLP(cfg) for _ in range(cfg.moe_experts))
-        self.shared = nn.ModuleList(LanguageModelMLP(cfg) for _ in range(cfg.moe_shared_experts))
+        self.experts = nn.ModuleList(LanguageModelMLP(cfg)
+            for _ in range(cfg.moe_experts))
+        self.shared = nn.ModuleList(LanguageModelMLP(cfg)
+            for _ in range(cfg.moe_shared_experts))
 
     def route(self, x:Tensor, # (B, T, D) normed hidden states
     )->tuple[Tensor,Tensor,Tensor]: # probabilities (B, T, E); weights and numbers of those chosen (B, T, k)
@@ -268,7 +277,8 @@ class LanguageModel(nn.Module):
         self.recompute = False
         self.token_embedding = nn.Embedding(cfg.lm_vocab_size, cfg.lm_hidden_dim)
         self.rotary_embd = RotaryEmbedding(cfg)
-        self.blocks = nn.ModuleList(LanguageModelBlock(cfg, i) for i in range(cfg.lm_n_blocks))
+        self.blocks = nn.ModuleList(LanguageModelBlock(cfg, i)
+            for i in range(cfg.lm_n_blocks))
         self.norm = RMSNorm(cfg)
         self.head = nn.Linear(cfg.lm_hidden_dim, cfg.lm_vocab_size, bias=False)
         self.apply(partial(init_weights, std=cfg.init_std))
@@ -289,7 +299,8 @@ class LanguageModel(nn.Module):
         if cache is not None:
             places = cache.advance(x, layout)
             # compiled blocks are for training: what is written token by token is another shape each time
-            if 'forward' in vars(self.blocks[0]): eager = torch.compiler.set_stance('force_eager')
+            if 'forward' in vars(self.blocks[0]):
+                eager = torch.compiler.set_stance('force_eager')
         elif layout is not None: places = layout.positions
         else: places = torch.arange(x.shape[1], device=x.device)[None]
         cos,sin = self.rotary_embd(places if position_ids is None else position_ids)

@@ -24,7 +24,8 @@ def _chunk(rows:Tensor, weight:Tensor, labels:Tensor, # (n, D) hidden states; (V
     total = logits.exp_().sum(1, keepdim=True)
     each = (total.log()-picked).squeeze(1)
     if not grads: return each, None
-    gradient = logits.div_(total).scatter_add_(1, labels[:, None], torch.full_like(picked, -1))
+    gradient = logits.div_(total).scatter_add_(1, labels[:, None],
+        torch.full_like(picked, -1))
     return each, gradient.to(rows.dtype)
 
 # %% ../../nbs/32_model.loss.ipynb #b99395c8
@@ -51,7 +52,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
                 part = slice(at, at+chunk_size)
                 h = rows[part].to(dtype)
                 d_logits:Any
-                each[part], d_logits = _chunk(h, w, labels[part], want_rows or want_weight)
+                each[part], d_logits = _chunk(h, w, labels[part],
+                    want_rows or want_weight)
                 if want_rows: d_rows[part] = d_logits @ w
                 if want_weight: d_weight += d_logits.T @ h
         ctx.grads = d_rows, d_weight.to(weight.dtype) if want_weight else None

@@ -25,7 +25,8 @@ from .backbones import load_weights,QWEN3,their_names
 def pth_path(name:str|Path, cfg:VLMConfig)->Path: # `{dim}` and `{_moe}` in it are filled in
     "Returns MiniMind's name of a file, e.g. `out/lm_512_moe.pth`."
     moe = '_moe' if cfg.use_moe else ''
-    return Path(str(name).replace('{dim}', str(cfg.lm_hidden_dim)).replace('{_moe}', moe))
+    return Path(str(name).replace('{dim}', str(cfg.lm_hidden_dim)).replace('{_moe}',
+        moe))
 
 # %% ../../nbs/36_model.minimind.ipynb #e58b421c
 MINIMIND = Family('', 'model.', {
@@ -37,9 +38,12 @@ MINIMIND = Family('', 'model.', {
 VISION_PROJ = dict(
     linear_bias={'MP.proj.weight': 'vision_proj.vision_proj.0.weight',
                  'MP.proj.bias': 'vision_proj.vision_proj.0.bias'},
-    mlp={'MP.norm.weight': 'vision_proj.mlp.0.weight', 'MP.norm.bias': 'vision_proj.mlp.0.bias',
-         'MP.proj.weight': 'vision_proj.mlp.1.weight', 'MP.proj.bias': 'vision_proj.mlp.1.bias',
-         'MP.out.1.weight': 'vision_proj.mlp.3.weight', 'MP.out.1.bias': 'vision_proj.mlp.3.bias',
+    mlp={'MP.norm.weight': 'vision_proj.mlp.0.weight',
+        'MP.norm.bias': 'vision_proj.mlp.0.bias',
+         'MP.proj.weight': 'vision_proj.mlp.1.weight',
+         'MP.proj.bias': 'vision_proj.mlp.1.bias',
+         'MP.out.1.weight': 'vision_proj.mlp.3.weight',
+         'MP.out.1.bias': 'vision_proj.mlp.3.bias',
     }) # kind of projector -> our tensor -> MiniMind-V's
 
 # %% ../../nbs/36_model.minimind.ipynb #4f1da7c8
@@ -50,7 +54,8 @@ def neighbours(w:Tensor, width:int)->Tensor: # (heads x width, D) rows of querie
 # %% ../../nbs/36_model.minimind.ipynb #58c2e7fb
 def _minimind_names(name:str, kind:str|None)->list[str]: # of ours; of the projector
     "Returns where a tensor of a whole model is in MiniMind-V's file; nowhere if it has no place for it."
-    if name.startswith('decoder.'): return their_names(name.removeprefix('decoder.'), MINIMIND)
+    if name.startswith('decoder.'):
+        return their_names(name.removeprefix('decoder.'), MINIMIND)
     return [VISION_PROJ[kind][name]] if kind and name in VISION_PROJ[kind] else []
 
 # %% ../../nbs/36_model.minimind.ipynb #a5cc0794
@@ -60,7 +65,8 @@ def _unwrapped(path):
     state = state.get('model', state) if isinstance(state, dict) else None
     if not state or not all(isinstance(w, Tensor) for w in state.values()):
         raise UsageError(f"{path} holds no tensors by name: give a file of weights")
-    return {k.removeprefix('module.'):w.float() if w.is_floating_point() else w for k,w in state.items()}
+    return {k.removeprefix('module.'):w.float() if w.is_floating_point() else w
+        for k,w in state.items()}
 
 # %% ../../nbs/36_model.minimind.ipynb #d2cb3702
 def _projector_kind(state, kind, path):
@@ -68,7 +74,8 @@ def _projector_kind(state, kind, path):
     fitting = [k for k,names in VISION_PROJ.items() if {*names.values()}<=state.keys()]
     found = fitting[0] if fitting else None
     bias = VISION_PROJ['linear_bias']['MP.proj.bias']
-    if kind=='linear' and found=='linear_bias' and not state[bias].any(): state.pop(bias)
+    if kind=='linear' and found=='linear_bias' and not state[bias].any():
+        state.pop(bias)
     else: require(found in (None,kind), f"{path} has a projector of kind {found}, "
                   f"the model one of kind {kind}: set mp_kind to {found}")
     return found
@@ -76,13 +83,16 @@ def _projector_kind(state, kind, path):
 # %% ../../nbs/36_model.minimind.ipynb #2b3cdba0
 def _from_minimind(state, model, path):
     "The tensors of MiniMind's file under our names."
-    require('tok_embeddings.weight' not in state, f"{path} has MiniMind's names of before April 2025")
+    require('tok_embeddings.weight' not in state,
+        f"{path} has MiniMind's names of before April 2025")
     if 'model.embed_tokens.weight' in state:
         state.setdefault('lm_head.weight', state['model.embed_tokens.weight'])
-    state = {re.sub(r'^vision_proj\.0\.', 'vision_proj.vision_proj.0.', k):w for k,w in state.items()}
+    state = {re.sub(r'^vision_proj\.0\.', 'vision_proj.vision_proj.0.', k):w
+        for k,w in state.items()}
     kind = _projector_kind(state, model.decoder.cfg.mp_kind, path)
     parts = ('decoder.','MP.') if kind else ('decoder.',)
-    wanted = [k for k in model.state_dict() if k.startswith(parts) and not k.endswith('inv_freq')]
+    wanted = [k for k in model.state_dict() if k.startswith(parts)
+        and not k.endswith('inv_freq')]
     return _our_tensors(wanted, state, partial(_minimind_names, kind=kind),
                        (*MINIMIND.ignore,'vision_encoder.*'), str(path))
 
@@ -98,7 +108,8 @@ def load_pth(model:Any, path:str|Path, # receives the weights; of MiniMind, of M
     cfg = model.decoder.cfg
     tensors = model.state_dict()
     state = _unwrapped(path)
-    if not any(k.startswith('decoder.') for k in state): state = _from_minimind(state, model, path)
+    if not any(k.startswith('decoder.') for k in state):
+        state = _from_minimind(state, model, path)
     for k in (EMBED,HEAD):
         if k in state and len(state[k])==cfg.lm_base_vocab_size<cfg.lm_vocab_size:
             state[k] = _extended(state[k], cfg.lm_vocab_size)

@@ -34,7 +34,8 @@ from .minimind import load_pth
 LORA_NOTE = 'lora.json'
 LORA_WEIGHTS = 'lora.safetensors' # in a checkpoint of adapters alone
 # what else would be loaded with a model: a save replaces all of it
-OWNED = ('model.safetensors','model-*-of-*.safetensors','model.safetensors.index.json','tokenizer.json',
+OWNED = ('model.safetensors','model-*-of-*.safetensors','model.safetensors.index.json',
+    'tokenizer.json',
     'tokenizer_config.json',LORA_NOTE,LORA_WEIGHTS)
 
 def _write_weights(folder:Path, state:Mapping[str,Tensor], tied:bool)->None: # there; of a whole model
@@ -53,7 +54,8 @@ def checkpoint_config(name:str|Path, kind:type[VLMConfig]=VLMConfig)->VLMConfig:
     config = _json(folder, 'config.json')
     theirs = config.get('model_type')
     if theirs in WHOLE: return kind.from_dict(_whole_config(folder, theirs).to_dict())
-    require(not theirs, f"{name} is a model of type {theirs!r}, and of transformers' whole models only "
+    require(not theirs,
+        f"{name} is a model of type {theirs!r}, and of transformers' whole models only "
             f"{' and '.join(WHOLE)} are read: give one of these, or name it as a backbone (lm_model_type, "
             "vit_model_type)")
     require('class_names' in kind.__dataclass_fields__ or 'class_names' not in config,
@@ -69,7 +71,8 @@ def checkpoint_weights(name:str|Path, kind:type[VLMConfig]=VLMConfig, # class of
     if (folder/LORA_NOTE).is_file():
         note = noted_base(folder)
         base = resolve_checkpoint(note['base']['path'])
-        require(base_digest(base)==note['base']['sha256'], f"{folder} holds adapters, and {base} has other "
+        require(base_digest(base)==note['base']['sha256'],
+            f"{folder} holds adapters, and {base} has other "
             "weights than their base had: put that back, or begin a new run with load_from")
         own = {f.name for f in fields(kind)}-{f.name for f in fields(VLMConfig)}
         known = own & _json(base, 'config.json').keys() # or the base is a plain model
@@ -77,10 +80,12 @@ def checkpoint_weights(name:str|Path, kind:type[VLMConfig]=VLMConfig, # class of
         for new in note.get('without', ()): state.makers.pop(new, None)
         state |= read_file(folder/LORA_WEIGHTS)
         adapted = {k.removesuffix(LORA_A) for k in state if k.endswith(LORA_A)}
-        plain = _merge_state(state, note['alpha']) if merge else beside_adapters(state, adapted)
+        plain = _merge_state(state, note['alpha']) if merge else beside_adapters(state,
+            adapted)
         return checkpoint_config(folder, kind),plain
     cfg = checkpoint_config(folder, kind)
-    if _json(folder, 'config.json').get('model_type') in WHOLE: return cfg,_from_whole(folder, cfg)
+    if _json(folder, 'config.json').get('model_type') in WHOLE:
+        return cfg,_from_whole(folder, cfg)
     state = _read_tensors(folder)
     if cfg.lm_tie_weights and HEAD in state: state.alias(EMBED, HEAD)
     if cfg.lm_tie_weights and EMBED in state: state.alias(HEAD, EMBED)
@@ -153,7 +158,8 @@ def beside_adapters(state:Mapping[str,Tensor], layers:Collection[str])->Tensors:
 # %% ../../nbs/37_model.pretrained.ipynb #10ad0106
 def base_digest(folder:Path)->str: # of a checkpoint; 64 hexadecimal digits
     "Returns a fingerprint of the files that its weights are read from."
-    files = [p for p in sorted(folder.iterdir()) if p.suffix == '.safetensors' or p.name == LORA_NOTE]
+    files = [p for p in sorted(folder.iterdir()) if p.suffix == '.safetensors'
+        or p.name == LORA_NOTE]
     text = ''.join(f'{p.name} {file_digest(p)}\n' for p in files)
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -177,7 +183,8 @@ def _write_adapters(folder:Path, state:Mapping[str,Tensor], # there; the model's
 )->None:
     "Writes adapters and their note."
     base = note['base']
-    require(base is not None, "these adapters were put on a model in memory, and their base has no name: "
+    require(base is not None,
+        "these adapters were put on a model in memory, and their base has no name: "
         "merge_adapters(model) before it is saved")
     here = Path(base['path']).is_dir()
     beside = os.path.relpath(base['path'], Path(known_as).absolute()) if here else base['path']
@@ -258,7 +265,8 @@ class Pretrained(nn.Module):
         state:Mapping[str,Tensor]|None=None, # weights by name, e.g. an earlier copy; default: its own
     )->None:
         "Writes config.json, weights (of a model with adapters these alone) and a local tokenizer's files."
-        tokenizer = tokenizer or (self.tokenizer if Path(self.tokenizer_source).is_dir() else self._tokenizer)
+        tokenizer = tokenizer or (self.tokenizer
+            if Path(self.tokenizer_source).is_dir() else self._tokenizer)
         from_hub = tokenizer is None
         if tokenizer is not None and tokenizer.name_or_path == self.cfg.lm_tokenizer:
             from_hub = not Path(self.cfg.lm_tokenizer).is_dir()
@@ -268,7 +276,8 @@ class Pretrained(nn.Module):
         state = self.state_dict() if state is None else state
         with written_at_once(save_directory, OWNED) as tmp:
             cfg.save(tmp/'config.json')
-            if self.lora_note: _write_adapters(tmp, state, self.lora_note, known_as or save_directory)
+            if self.lora_note:
+                _write_adapters(tmp, state, self.lora_note, known_as or save_directory)
             else: _write_weights(tmp, state, cfg.lm_tie_weights)
             if not from_hub: save_tokenizer(tokenizer, tmp)
 
@@ -277,7 +286,8 @@ class Pretrained(nn.Module):
         training:str=UNTOLD, # Markdown about data, results and limits; of a run: `runs.start.training_card`
     )->None:
         "Uploads the checkpoint and a model card to the Hugging Face hub."
-        require(not self.lora_note, 'adapters are saved with the path of their base, which nobody else has: '
+        require(not self.lora_note,
+            'adapters are saved with the path of their base, which nobody else has: '
             'upload merge_adapters(model) of training.lora')
         api = api or HfApi()
         with tempfile.TemporaryDirectory() as tmp:
@@ -285,7 +295,8 @@ class Pretrained(nn.Module):
             card = MODEL_CARD.format(repo_id=repo_id, more=training)
             (Path(tmp)/'README.md').write_text(card, encoding='utf-8')
             api.create_repo(repo_id, private=private, exist_ok=True)
-            api.upload_folder(repo_id=repo_id, folder_path=tmp, commit_message='Upload checkpoint')
+            api.upload_folder(repo_id=repo_id, folder_path=tmp,
+                commit_message='Upload checkpoint')
 
 # %% ../../nbs/37_model.pretrained.ipynb #26a10006
 def followed(make:Callable[[],Pretrained])->Any: # makes a model

@@ -66,7 +66,8 @@ class VLMNet(nn.Module):
         "Training mode, in which frozen parts stay in eval mode."
         super().train(mode)
         for part in self.modules():
-            if mode and not trains(part) and any(True for _ in part.parameters()): part.eval()
+            if mode and not trains(part) and any(True for _ in part.parameters()):
+                part.eval()
         return self
 
     def see(self, tiles:Tensor, # (N, 3, S, S), see `stack_tiles`
@@ -88,7 +89,8 @@ class VLMNet(nn.Module):
         if not (self.training and torch.is_grad_enabled()): return None
         touched = []
         for part in (self.vision_encoder, self.MP):
-            touched += [p.flatten()[:1].sum() for p in part.parameters() if p.requires_grad]
+            touched += [p.flatten()[:1].sum() for p in part.parameters()
+                if p.requires_grad]
         return 0*torch.stack(touched).sum() if touched else None
 
     @property
@@ -104,9 +106,11 @@ class VLMNet(nn.Module):
         grids = grids_of(images)
         cfg = self.cfg
         all_grids = len(grids)==len(flat_pictures(images))
-        require(all_grids or not cfg.native, 'a picture of this model is a grid of tiles, '
+        require(all_grids or not cfg.native,
+            'a picture of this model is a grid of tiles, '
             '(rows, columns, 3, S, S): give what image_processor_of(cfg) makes, and no stack of tiles')
-        layout = Layout.of(input_ids, cfg.image_token_id, targets, attention_mask, doc_lens,
+        layout = Layout.of(input_ids, cfg.image_token_id, targets, attention_mask,
+            doc_lens,
                            grids, cfg.tiles_per_window)
         if layout.targets is not None: check_targets(layout.targets, self.n_outputs)
         return layout.to(input_ids.device)
@@ -122,7 +126,8 @@ class VLMNet(nn.Module):
         x = self.decoder.token_embedding(input_ids)
         n = 0 if tiles is None else len(tiles)
         per_tile = self.cfg.mp_image_token_length
-        if len(slots) != n*per_tile: raise ValueError(slot_error('the batch', len(slots), n, per_tile))
+        if len(slots) != n*per_tile:
+            raise ValueError(slot_error('the batch', len(slots), n, per_tile))
         if not n:
             nothing = self._nothing(x)
             return x if nothing is None else x+nothing
@@ -148,8 +153,11 @@ class VLMNet(nn.Module):
         layout:Layout|None=None, # of this batch, on the model's device; instead of mask, targets and lengths
     )->tuple[Tensor|None, Tensor|None]: # scores (B, T, vocabulary) or None, loss () or None
         "Returns scores at all positions without targets, the loss with them."
-        if layout is None: layout = self.layout_of(input_ids, attention_mask, targets, doc_lens, images)
-        h, balance = self.decoder(self.embed(input_ids, images, layout), layout, with_balance=True)
+        if layout is None:
+            layout = self.layout_of(input_ids, attention_mask, targets, doc_lens,
+                images)
+        h, balance = self.decoder(self.embed(input_ids, images, layout), layout,
+            with_balance=True)
         logits = self.head(h) if layout.at is None or return_logits else None
         if layout.at is None: return logits, None
         rows = h.flatten(0, 1).index_select(0, layout.at)
@@ -172,7 +180,8 @@ class VisionLanguageModel(Pretrained, VLMNet):
         if load_backbone:
             cfg = evolve(cfg, vlm_load_backbone_weights=True)
             for follow in backbone_fields(cfg).values(): cfg = evolve(cfg, **follow)
-            held = [dict(vit='vision_encoder', lm='decoder')[part] for part in cfg.backbones]
+            held = [dict(vit='vision_encoder', lm='decoder')[part]
+                for part in cfg.backbones]
         super().__init__(cfg, held)
         self.tokenizer_source = cfg.lm_tokenizer
         if not load_backbone: return
@@ -203,7 +212,8 @@ class VisionLanguageModel(Pretrained, VLMNet):
         layout = self.layout_of(input_ids, attention_mask, images=images)
         scores = reader.read(self.embed(input_ids, images, layout), layout)
         pick = partial(sample, **sampling)
-        yield from stream_ids(reader.step, scores, max_new_tokens, pick, eos_token_id, ended=ended)
+        yield from stream_ids(reader.step, scores, max_new_tokens, pick, eos_token_id,
+            ended=ended)
 
     def generate(self, input_ids:Tensor, # (B, T) prompts, padded on the left
         images=None, attention_mask:Tensor|None=None, # see `stack_tiles`; (B, T) 0 at padding
@@ -213,5 +223,6 @@ class VisionLanguageModel(Pretrained, VLMNet):
     )->Tensor: # (B, new) ids; each row holds its end token, then filler
         "Returns all of `stream`'s tokens at once."
         how = dict(top_k=top_k, top_p=top_p, temperature=temperature, greedy=greedy)
-        new = list(self.stream(input_ids, images, attention_mask, max_new_tokens, **how, **more))
+        new = list(self.stream(input_ids, images, attention_mask, max_new_tokens, **how,
+            **more))
         return torch.stack(new, 1) if new else input_ids.new_empty(len(input_ids), 0)

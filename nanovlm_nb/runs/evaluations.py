@@ -33,7 +33,8 @@ def _start_process(command:list[str], # program and arguments
     **env:str, # variables beside those of this process
 )->subprocess.Popen|None: # does not end with this process; None: another program writes that log
     "Starts a program that has its log locked as long as it lives."
-    inherited = {name:value for name,value in os.environ.items() if not _LAUNCHER.fullmatch(name)}
+    inherited = {name:value for name,value in os.environ.items()
+        if not _LAUNCHER.fullmatch(name)}
     with open_own(log, 'ab', buffering=0) as f:
         if lock_file(f) is False: return None
         f.write(_BEGINS.encode())
@@ -52,7 +53,8 @@ def _writers(log:Path)->list[int]: # process groups, without this process's own
     groups = set()
     for out in Path('/proc').glob('[0-9]*/fd/1'):
         with suppress(OSError): # of somebody else, or it has ended
-            if os.readlink(out)==os.path.realpath(log): groups.add(os.getpgid(int(out.parts[2])))
+            if os.readlink(out)==os.path.realpath(log):
+                groups.add(os.getpgid(int(out.parts[2])))
     return sorted(groups-{os.getpgrp()})
 
 # %% ../../nbs/60_runs.evaluations.ipynb #7c0d5a04
@@ -62,7 +64,8 @@ def _evaluator_cards(cards_given:str|None, # `eval_gpus`
     ranks:int, # of the training here, which have the first GPUs
 )->tuple[dict[str,str],str]: # variables for an evaluator; a few words for the log, if there is a GPU
     "Returns where an evaluator computes: as asked, else on the last GPU that no rank has, else on none."
-    names = os.environ.get(VISIBLE, ','.join(map(str, range(torch.cuda.device_count()))))
+    names = os.environ.get(VISIBLE,
+        ','.join(map(str, range(torch.cuda.device_count()))))
     cards = [*filter(None, map(str.strip, names.split(',')))]
     if cards_given is None and not cards: return {},''
     card = (cards[ranks:] or [''])[-1]
@@ -119,7 +122,8 @@ class Evaluations:
 # %% ../../nbs/60_runs.evaluations.ipynb #59eb7946
 def missing_tasks(evals:Evaluations, step:int)->list[str]: # empty: all is done
     "Returns the tasks of which a result file says nothing."
-    try: done = json.loads(evals.file(step, 'json').read_text(encoding='utf-8'))['tasks']
+    try:
+        done = json.loads(evals.file(step, 'json').read_text(encoding='utf-8'))['tasks']
     except (ValueError, KeyError, TypeError, OSError): done = []
     return [t for t in task_names(evals.tasks) if t not in done]
 
@@ -204,7 +208,8 @@ def _settle(evals, step)->list[str]:
         with open_own(todo, 'a') as f: f.write('x') # a start is a dot
     history = todo.read_text()
     line = f'evaluation of step {step} ended without {missing}: {end} (see {evals.file(step, "log")})'
-    if history.count('.')<_MOST_STARTS and history.count('x')<_MOST_FAILURES: return [line]
+    if history.count('.')<_MOST_STARTS and history.count('x')<_MOST_FAILURES:
+        return [line]
     todo.unlink()
     return [f'{line}; it is given up']
 
@@ -215,7 +220,8 @@ def _poll_evals(evals:Evaluations, thorough:bool=False)->list[str]: # also ask S
     for step in evals.open if evals.tasks else ():
         if not _is_at_work(evals, step, thorough):
             lines += _settle(evals, step)
-            if evals.backend=='in_process' or not evals.file(step, 'todo').exists(): continue
+            if evals.backend=='in_process' or not evals.file(step, 'todo').exists():
+                continue
             lines.append(_begin(evals, step))
         elif step in evals.children:
             job = _job(evals, step)
@@ -242,7 +248,8 @@ def _new_results(evals:Evaluations, until:float=math.inf, # last step to look at
         except (ValueError, OSError, RecursionError) as e:
             logger.warning(f'{path} cannot be read ({type(e).__name__}: {e}): left for later')
             continue
-        unlogged = {name:value for name,value in figures.items() if (step,name) not in evals.logged}
+        unlogged = {name:value for name,value in figures.items()
+            if (step,name) not in evals.logged}
         for name in unlogged: evals.logged.add((step,name))
         if unlogged: yield step,unlogged
 
@@ -254,7 +261,8 @@ def _stop(evals, step):
     for group in _writers(log) if _is_running(log) else []:
         with suppress(ProcessLookupError): os.killpg(group, signal.SIGKILL) # it may have ended just now
     if job and evals.file(step, 'todo').exists() and shutil.which('scancel'):
-        with suppress(subprocess.TimeoutExpired): subprocess.run(['scancel',job], timeout=60)
+        with suppress(subprocess.TimeoutExpired):
+            subprocess.run(['scancel',job], timeout=60)
 
 # %% ../../nbs/60_runs.evaluations.ipynb #4fd1bbc3
 def _forget_evals(evals:Evaluations, after:int)->list[str]: # last step that stays; lines for the log
@@ -262,7 +270,8 @@ def _forget_evals(evals:Evaluations, after:int)->list[str]: # last step that sta
     folder = evals.run_dir/RESULTS
     later = []
     for kind in ('todo','log','json'):
-        later += [(step,path) for step,path in result_files(folder, kind).items() if step>after]
+        later += [(step,path) for step,path in result_files(folder, kind).items()
+            if step>after]
     if not later: return []
     steps = sorted({step for step,_ in later})
     for step in steps: _stop(evals, step)
@@ -283,7 +292,8 @@ def take_over_evals(evals:Evaluations, step:int, # updates that the run has done
     log = evals.run_dir/LOG # as the run has cut it
     evals.logged = set()
     for record in read_log(log) if log.is_file() else ():
-        if EVAL_AXIS in record: evals.logged.update((record[EVAL_AXIS],name) for name in record)
+        if EVAL_AXIS in record:
+            evals.logged.update((record[EVAL_AXIS],name) for name in record)
     lines = _forget_evals(evals, step)
     if due: ask_for_eval(evals, step)
     return lines+_poll_evals(evals, thorough=True)
@@ -308,7 +318,8 @@ def keep_results(evals:Evaluations|None, log:RunLog, step:int, # None: not rank 
     for task,reason in results['failed'].items():
         log.info(f'evaluation of step {step}: {task} failed, {reason}')
     checkpoint = str(evals.run_dir/f'step_{step}')
-    head = dict(global_step=step, checkpoint=checkpoint, limit=evals.cfg.lmms_eval_limit)
+    head = dict(global_step=step, checkpoint=checkpoint,
+        limit=evals.cfg.lmms_eval_limit)
     write_json(evals.file(step, 'json'), _result_values(head|_NOTHING, results))
 
 # %% ../../nbs/60_runs.evaluations.ipynb #3a7c0e07

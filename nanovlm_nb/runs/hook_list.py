@@ -71,7 +71,8 @@ class Evaluate(Hook):
             stance = torch.compiler.set_stance('force_eager') # all shapes
         try:
             with trainer.clock('validation'),stance:
-                results = self.ask(base, self.tasks, include_path=cfg.eval_include_path, dist=trainer.dist,
+                results = self.ask(base, self.tasks, include_path=cfg.eval_include_path,
+                    dist=trainer.dist,
                     prompts=cfg.lmms_eval_prompts, limit=cfg.lmms_eval_limit,
                     batch_size=cfg.lmms_eval_batch_size)
         finally: base.features = features
@@ -81,7 +82,8 @@ class Evaluate(Hook):
         "Collects what is still evaluated, for at most `eval_wait` seconds."
         cfg = trainer.cfg
         if not cfg.use_lmms_eval: return
-        wait_for_evals(self.evals, trainer.log, trainer.dist, trainer.step, cfg.eval_wait,
+        wait_for_evals(self.evals, trainer.log, trainer.dist, trainer.step,
+            cfg.eval_wait,
             trainer.asked.is_set)
         if self.evals:
             prune(trainer.log.run_dir, cfg.max_keep_ckpts) # kept for it

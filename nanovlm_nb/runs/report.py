@@ -49,7 +49,8 @@ def _changes_since(run_dir:Path, v:VLMConfig, c:TrainConfig)->tuple[str,list[str
         for field in fields(old):
             was = getattr(old, field.name)
             now = getattr(new, field.name)
-            if field.name not in _OWN and was!=now: lines.append(f'{field.name}: {was!r} -> {now!r}')
+            if field.name not in _OWN and was!=now:
+                lines.append(f'{field.name}: {was!r} -> {now!r}')
     return name,lines or ['nothing']
 
 # %% ../../nbs/64_runs.report.ipynb #dcc6f191
@@ -65,7 +66,8 @@ def _data_lines(v:VLMConfig, c:TrainConfig)->list[str]: # of a run
     first = '' if c.data_cutoff_idx is None else f', its first {c.data_cutoff_idx} samples'
     vision,language = c.lr_backbone_pair
     rates = f'learning rates: projector {c.lr_mp}, vision {vision}, language {language}'
-    if c.lora_rank: rates = f'adapters of rank {c.lora_rank} of {c.load_from}, learning rate {c.lr_lora}'
+    if c.lora_rank:
+        rates = f'adapters of rank {c.lora_rank} of {c.load_from}, learning rate {c.lr_lora}'
     largest = f'{v.max_pixels} pixels' if v.native else f'{v.max_img_size} pixels a side'
     return [f'data: {c.train_dataset_path}{names}{first}', rates,
         f'pictures of at most {largest}, packs of {v.lm_max_length} tokens',
@@ -75,7 +77,8 @@ def _data_lines(v:VLMConfig, c:TrainConfig)->list[str]: # of a run
 # %% ../../nbs/64_runs.report.ipynb #dcc6f192
 def _bullets(lines): return '\n'.join(f'- {l}' for l in lines)
 
-def write_record(run_dir:Path, v:VLMConfig, c:TrainConfig, results:list[str]=['still running'])->Path:
+def write_record(run_dir:Path, v:VLMConfig, c:TrainConfig,
+    results:list[str]=['still running'])->Path:
     "Write the page, or bring it up to date; `notes` says what the run tries."
     path = run_dir/RECORD
     text = path.read_text(encoding='utf-8', errors='backslashreplace') if path.is_file() else ''
@@ -103,7 +106,8 @@ def where_to_publish(name:str|None)->str|None: # `hf_repo_name`; owner/name, Non
     if name in (None, '', VLMConfig.hf_repo_name): return None
     require('/' in name, f'hf_repo_name {name} has no owner: give owner/{name}')
     try: validate_repo_id(name)
-    except ValueError as e: raise UsageError(f'hf_repo_name is not allowed, give owner/name: {e}') from e
+    except ValueError as e:
+        raise UsageError(f'hf_repo_name is not allowed, give owner/name: {e}') from e
     return name
 
 # %% ../../nbs/64_runs.report.ipynb #43c40d6f
@@ -130,7 +134,8 @@ def _ask_held_out(asker:Asker, rows:list[dict], log:RunLog, step:int)->dict[str,
     log.info(f'asking the best checkpoint about {len(rows)} held-out samples, and about other pictures')
     scores,seen = compare_answers(asker, rows)
     log.info('held-out questions\n'+accuracy_table(scores))
-    accuracies = {f'answers/{kind}':right/n for kind,(right,n) in scores['answers'].items()}
+    accuracies = {f'answers/{kind}':right/n
+        for kind,(right,n) in scores['answers'].items()}
     log.log(accuracies, step)
     write_atomic(log.run_dir/ANSWER_TABLE, json.dumps(scores, indent=1)+'\n')
     if any(r.images for r in seen): plot_answers(seen, log.run_dir/'samples.png')
@@ -150,7 +155,8 @@ def _remedies(trainer:Trainer, scores:dict[str,dict])->str: # after `train()`
     if not (cfg.load_from or trainer.base.cfg.backbones):
         helps.append('weights to begin with in place of random numbers (load_from '
             'HuggingFaceTB/SmolVLM-256M-Instruct with lora_rank 8, or vit_model_type facebook/dinov2-small)')
-    elif cfg.load_from and not cfg.lora_rank: helps.append('lora_rank 8, which trains fewer numbers')
+    elif cfg.load_from and not cfg.lora_rank:
+        helps.append('lora_rank 8, which trains fewer numbers')
     if kinds>1: helps.append(f'fewer kinds of questions ({kinds} were asked)')
     return f"what may help: {'; '.join(helps)}"
 
@@ -178,7 +184,8 @@ def _time_split(seconds:dict[str,float])->str: # by kind; e.g. 'forward_backward
     "Where the time of a run went, the largest part first."
     total = sum(seconds.values())
     kinds = sorted(seconds, key=seconds.__getitem__, reverse=True)
-    parts = [f'{kind} {100*seconds[kind]/total:.0f} %' for kind in kinds if seconds[kind]/total>=.005]
+    parts = [f'{kind} {100*seconds[kind]/total:.0f} %' for kind in kinds
+        if seconds[kind]/total>=.005]
     return f"{', '.join(parts)}, {total:.0f} s in all"
 
 # %% ../../nbs/64_runs.report.ipynb #02c964f4
@@ -200,7 +207,8 @@ def _results_of(trainer:Trainer, scores:dict[str,dict])->list[str]: # after `tra
     t = trainer
     name = 'val_loss' if find(trainer, Validate).by is None else 'judged'
     best = 'no validation'
-    if t.best_step is not None: best = f'best {name} {t.best_val_loss:.4f} at update {t.best_step}'
+    if t.best_step is not None:
+        best = f'best {name} {t.best_val_loss:.4f} at update {t.best_step}'
     since = f' since update {step_of(t.checkpoint)}, of the last start' if t.checkpoint else ''
     lines = [f'{t.step} updates, {t.samples} samples, {t.targets} target tokens', best,
         f'time{since}: {_time_split(find(t, Meters).seconds)}']
@@ -208,7 +216,8 @@ def _results_of(trainer:Trainer, scores:dict[str,dict])->list[str]: # after `tra
     for hook in t.hooks: lines += getattr(hook, 'findings', ())
     for column,by_kind in scores.items():
         lines.append('{}: {} of {} questions right'.format(column, *by_kind['all']))
-    if scores: lines.append(f'by kind of question\n\n```\n{accuracy_table(scores)}\n```')
+    if scores:
+        lines.append(f'by kind of question\n\n```\n{accuracy_table(scores)}\n```')
     return lines
 
 # %% ../../nbs/64_runs.report.ipynb #714328d0
@@ -246,7 +255,8 @@ def report_run(trainer:Trainer, drops:dict[str,Drops], make:Callable|None=None)-
     overfitting = _overfitting(records)
     if overfitting: warnings.append(overfitting)
     write_record(run_dir, t.base.cfg, t.cfg, _results_of(t, scores)+warnings)
-    question = next((r['texts'][0]['user'] for r in rows if r['images']), 'What is in the picture?')
+    question = next((r['texts'][0]['user'] for r in rows if r['images']),
+        'What is in the picture?')
     words = ['nanovlm','ask',str(run_dir),'--image','PICTURE','--prompt',question]
     asks = [f'ask it: {shlex.join(words)}']
     example = next((row for row in rows if len(row['images'] or ())==1), None)

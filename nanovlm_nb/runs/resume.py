@@ -44,7 +44,8 @@ def go_back(run_dir:Path, checkpoint:Path|None)->Path|None: # one of its checkpo
     best = read_pointer(run_dir, BEST)
     if best in newer: write_pointer(folder, BEST, best)
     write_pointer(run_dir, BEST, checkpoint and _best_before(run_dir, checkpoint))
-    if folder.is_dir() and (run_dir/WANDB_ID).is_file(): (run_dir/WANDB_ID).replace(folder/WANDB_ID)
+    if folder.is_dir() and (run_dir/WANDB_ID).is_file():
+        (run_dir/WANDB_ID).replace(folder/WANDB_ID)
     return set_aside(run_dir, checkpoint)
 
 # %% ../../nbs/63_runs.resume.ipynb #2dd0caa4
@@ -58,17 +59,22 @@ def differences(saved:dict[str,dict], v:VLMConfig, c:TrainConfig)->list[tuple[st
         if was==now: return
         rule = f'{level}: {why}' if why else level
         changed.append((level, f'{name}: {was!r} -> {now!r} ({rule})'))
-    compare('parts that train', training_parts(saved['train']), training_parts(asdict(c)), REFUSED,
+    compare('parts that train', training_parts(saved['train']),
+        training_parts(asdict(c)), REFUSED,
         "the optimizer's state belongs to the old ones; with force_resume it begins anew")
     for cfg,before in ((v,saved['vlm']), (c,saved['train'])):
         for name,value in asdict(cfg).items():
-            if name in before: compare(name, before[name], value, *(resume_rule(name, type(cfg)) or _UNKNOWN))
-    return [found for level in (REFUSED, CAREFUL, FINE) for found in changed if found[0]==level]
+            if name in before:
+                compare(name, before[name], value,
+                    *(resume_rule(name, type(cfg)) or _UNKNOWN))
+    return [found for level in (REFUSED, CAREFUL, FINE) for found in changed
+        if found[0]==level]
 
 # %% ../../nbs/63_runs.resume.ipynb #f1cd2db4
 def splits(packs:int, ranks:int)->list[tuple[int,int,int]]: # of an update
     "Every way to split an update: (batch_size, gradient_accumulation_steps, ranks)."
-    return [(b, packs//ranks//b, ranks) for b in range(1, packs//ranks+1) if packs%(ranks*b)==0]
+    return [(b, packs//ranks//b, ranks) for b in range(1, packs//ranks+1)
+        if packs%(ranks*b)==0]
 
 # %% ../../nbs/63_runs.resume.ipynb #92221808
 def split_difference(was:int, now:tuple[int,int,int], so_far:str='')->tuple[str,str]|None: # a sentence
@@ -137,9 +143,11 @@ def _check_resume(state:dict, v:VLMConfig, c:TrainConfig, world_size:int)->list[
             changes.insert(0, split)
             remedy = f'{split_remedy(lanes, now)}, else this '
     refused = '; '.join(line for level,line in changes if level==REFUSED)
-    require(not refused or c.force_resume, f'{remedy}cannot resume: {refused}. Set these as they were, '
+    require(not refused or c.force_resume,
+        f'{remedy}cannot resume: {refused}. Set these as they were, '
         'begin a new run with the weights (load_from and another run_name), or give force_resume')
-    require(made<=c.max_training_steps or c.max_training_samples, f'cannot resume: the checkpoint has made '
+    require(made<=c.max_training_steps or c.max_training_samples,
+        f'cannot resume: the checkpoint has made '
         f'{made} updates, max_training_steps is {c.max_training_steps}: give more, or an earlier checkpoint')
     return [line for _,line in changes]
 
@@ -148,10 +156,12 @@ def check_own_parts(place:Path, own:list[str])->None:
     "A UsageError where a run was made with parts of a script's own, and a start brings others than these."
     was = own_parts_of(place)
     how = 'start the script that made it again'
-    if (place/CLASSIFY).is_file(): how = f'nanovlm classify --config {place}/{CLASSIFY} --resume_from latest'
+    if (place/CLASSIFY).is_file():
+        how = f'nanovlm classify --config {place}/{CLASSIFY} --resume_from latest'
     brought = {*own}
     if 'loaders' in own: brought.add('processor') # which loaders of your own may bring
-    require({*was}<=brought, f'{place} was made with {" and ".join(was)} of its own, and this start gives '
+    require({*was}<=brought,
+        f'{place} was made with {" and ".join(was)} of its own, and this start gives '
         f'{" and ".join(own) or "none"}: {how}')
 
 # %% ../../nbs/63_runs.resume.ipynb #db66a507
@@ -159,7 +169,8 @@ def _rate_lines(state:dict, c:TrainConfig, log:list[dict])->list[tuple[bool,str]
     """Whether the next learning rate is within a factor of two of the last one, and a line;
     empty if the log does not say."""
     step,most = _place_of(state, asdict(c))
-    if step>=most: return [(True, f"no update is left: the run ends at {state['step']}")]
+    if step>=most:
+        return [(True, f"no update is left: the run ends at {state['step']}")]
     name = 'lr_MP'
     whose = 'projector'
     peak = c.lr_mp
@@ -167,7 +178,8 @@ def _rate_lines(state:dict, c:TrainConfig, log:list[dict])->list[tuple[bool,str]
         name = 'lr_lora'
         whose = 'adapters'
         peak = c.lr_lora
-    rates = [record[name] for record in log if record['step']<=state['step'] and name in record]
+    rates = [record[name] for record in log if record['step']<=state['step']
+        and name in record]
     if not rates: return []
     schedule = get_schedule(c.lr_schedule, c.warmup_ratio, c.min_lr_ratio)
     before = rates[-1]
@@ -182,13 +194,15 @@ def plan_resume(run_dir:Path, start:Start, v:VLMConfig, c:TrainConfig, world_siz
     the checkpoint does not fit them. `own` names the parts of a script."""
     checkpoint = start.path if start.kind=='resume' else None
     check_run_dir(run_dir)
-    check_way(run_dir, checkpoint, math.inf if c.max_training_samples else c.max_training_steps)
+    check_way(run_dir, checkpoint,
+        math.inf if c.max_training_samples else c.max_training_steps)
     found = [(checkpoint is not None or not c.resume, start.line)]
     newer = left_behind(run_dir, checkpoint)
     if newer:
         names = ', '.join(p.name for p in newer)
         folder = abandoned_folder(run_dir)
-        found.append((True, f'{names}: set aside in {folder} with the log of that time'))
+        found.append((True,
+            f'{names}: set aside in {folder} with the log of that time'))
     if checkpoint is None: return found
     check_own_parts(run_dir, own)
     log = read_log(run_dir/LOG) if (run_dir/LOG).is_file() else []

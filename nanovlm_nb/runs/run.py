@@ -17,14 +17,15 @@ from typing import Any
 from ..core.usage import user_path
 from ..core.run_dir import check_new,CONFIG,FEATURE_CACHE,OWN_PARTS,run_lock,write_atomic
 from ..core.fields import OWN_ROWS
-from ..core.config import evolve,get_run_name,set_env,TrainConfig,VLMConfig
+from ..core.config import evolve,get_run_name,loader_workers,set_env,TrainConfig
+from ..core.config import VLMConfig
 from ..core.settings import run_path,save_yaml
 from ..core.dist import cores_of_rank,destroy_dist,Dist,init_dist,on_master,set_seed
 from ..core.dist import set_threads
 from ..core.logs import RunLog
 from ..data.images import image_processor_of
 from ..data.samples import VQADataset
-from ..data.loader import get_dataloaders,load_tokenizer,loader_workers,size_line
+from ..data.loader import get_dataloaders,load_tokenizer,size_line
 from ..data.kept import keep_rows,loaders_of
 from ..model.vision import ViT
 from ..model.backbones import load_vision_backbone,with_tower
@@ -49,11 +50,13 @@ from .features import _keep_features
 def make_model(v:VLMConfig, c:TrainConfig, resuming:bool=False, # the weights of a checkpoint will follow
     read:bool=True)->VisionLanguageModel: # False: weights stay in their files, see `Pretrained.read`
     "A saved model, or a new one, on the CPU, in training mode."
-    if resuming: return followed(partial(VisionLanguageModel, v, load_backbone=False)).train()
+    if resuming:
+        return followed(partial(VisionLanguageModel, v, load_backbone=False)).train()
     weights = weights_of_start(v, c)
     backbones = v.vlm_load_backbone_weights
     if weights: model = VisionLanguageModel.from_pretrained(weights, v, read)
-    elif is_pth(c.load_from): model = VisionLanguageModel.from_pth(str(c.load_from), v, backbones)
+    elif is_pth(c.load_from):
+        model = VisionLanguageModel.from_pth(str(c.load_from), v, backbones)
     else: model = VisionLanguageModel(v, load_backbone=backbones, read=read)
     return model.train()
 
@@ -66,7 +69,8 @@ def get_vision_model(vlm_cfg:VLMConfig)->tuple[ViT,Callable]: # picture -> (uint
     return vit.eval().requires_grad_(False),image_processor_of(cfg)
 
 # %% ../../nbs/67_runs.run.ipynb #4fc7bcc9
-def _keep_config(run_dir:Path, v:VLMConfig, c:TrainConfig, own:list[str], config:str|None=None)->None:
+def _keep_config(run_dir:Path, v:VLMConfig, c:TrainConfig, own:list[str],
+    config:str|None=None)->None:
     "Write the user's own file as it is, the settings of this start, names of own parts, and the page."
     if config: write_atomic(run_dir/'given.yaml', Path(config).read_bytes()) # it may be replaced now
     save_yaml(run_dir/CONFIG, v, c)
@@ -89,7 +93,8 @@ def _stop_on_signals(stop:threading.Event)->Iterator[None]: # set by the first s
         if number!=signal.SIGINT: return
         signal.signal(number, old[number])
         if os.environ.get('RANK', '0')=='0': os.write(2, _CTRL_C) # a print may be under way
-    known = [getattr(signal, name) for name in SIGNALS if main and hasattr(signal, name)]
+    known = [getattr(signal, name) for name in SIGNALS if main
+        and hasattr(signal, name)]
     for number in known:
         if signal.getsignal(number)!=signal.SIG_IGN: # SIGHUP under nohup stays ignored
             old[number] = signal.signal(number, ask) or signal.SIG_DFL
@@ -107,7 +112,8 @@ def own_parts(parts:dict)->list[str]: # of a script, see `run`
     """Names of those without which the run would learn something else: hooks only watch, and rows are kept
     with the run."""
     given = _given_data(parts.get('loaders'))
-    names = [n for n in ('model','loaders','optimizer','schedule','loss','judge') if parts.get(n)]
+    names = [n for n in ('model','loaders','optimizer','schedule','loss','judge')
+        if parts.get(n)]
     if given: names.remove('loaders')
     return names+[n for n in ('transforms','processor') if given.get(n)]
 
@@ -136,7 +142,8 @@ def plan_run(vlm_cfg:VLMConfig, train_cfg:TrainConfig, dist:Dist, # as given; al
     def look():
         with user_path(): return start_of(run_dir, vlm_cfg, train_cfg, how)
     start = on_master(dist, look)
-    v,c,lines = on_master(dist, lambda: resolve_start(vlm_cfg, train_cfg, dist.world_size, start))
+    v,c,lines = on_master(dist,
+        lambda: resolve_start(vlm_cfg, train_cfg, dist.world_size, start))
     largest = max(v.vit_hidden_dim*v.vit_inter_dim, v.lm_hidden_dim*v.lm_inter_dim)
     set_threads(dist, loader_workers(c, cores_of_rank()), largest)
     if run_dir is None:
@@ -150,9 +157,12 @@ def plan_run(vlm_cfg:VLMConfig, train_cfg:TrainConfig, dist:Dist, # as given; al
 def _open_log(run_dir:Path, dist:Dist, v:VLMConfig, c:TrainConfig)->RunLog:
     "The log of a run as its config says, not yet open."
     configs = dict(VLMConfig=v.to_dict(), TrainConfig=c.to_dict())
-    return RunLog(run_dir, dist, c.trackers, configs, run_dir.name, c.wandb_entity, c.wandb_project,
-        opened=False, total_steps=c.length.updates(), every=c.stats_log_interval, progress=c.progress_bar,
-        quiet=c.console_line=='none', epochs=(c.max_epochs or 1) if c.console_line=='minimind' else None)
+    return RunLog(run_dir, dist, c.trackers, configs, run_dir.name, c.wandb_entity,
+        c.wandb_project,
+        opened=False, total_steps=c.length.updates(), every=c.stats_log_interval,
+        progress=c.progress_bar,
+        quiet=c.console_line=='none',
+        epochs=(c.max_epochs or 1) if c.console_line=='minimind' else None)
 
 # %% ../../nbs/67_runs.run.ipynb #5ca66d1b
 def build_trainer(v:VLMConfig, c:TrainConfig, log:RunLog, dist:Dist, # every rank calls
@@ -164,11 +174,14 @@ def build_trainer(v:VLMConfig, c:TrainConfig, log:RunLog, dist:Dist, # every ran
     source = find_tokenizer(checkpoint, v.lm_tokenizer) if checkpoint else v.lm_tokenizer
     tokenizer = load_tokenizer(evolve(v, lm_tokenizer=source))
     rows,val = (own('loaders') or get_dataloaders)(c, v, dist, tokenizer)
-    model = (own('model') or partial(make_model, read=False))(v, c, checkpoint is not None)
-    if c.lora_rank: adapt(model, c, None if checkpoint else weights_of_start(v, c), dist.device)
+    model = (own('model') or partial(make_model, read=False))(v, c,
+        checkpoint is not None)
+    if c.lora_rank:
+        adapt(model, c, None if checkpoint else weights_of_start(v, c), dist.device)
     if own('loss'): model.cross_entropy = own('loss')
     hooks = hooks_of(c, own('hooks') or (), own('judge'))
-    t = make_trainer(model, c, rows, val, hooks, dist, log, tokenizer, own('schedule'), own('optimizer'))
+    t = make_trainer(model, c, rows, val, hooks, dist, log, tokenizer, own('schedule'),
+        own('optimizer'))
     if dist.rank: set_seed((c.seed+dist.rank)%2**32) # from here on each rank draws its own dropout
     return t
 
@@ -196,7 +209,8 @@ def _frozen_tokens(trainer:Trainer, begins:bool)->list[str]: # whether this is t
     model = trainer.base
     trained = trainer.cfg.load_from or trainer.cfg.resume_from_vlm_checkpoint
     pretrained = model.cfg.vlm_load_backbone_weights and model.cfg.extra_token_amount>0
-    if not begins or trained or not pretrained or trains(model.decoder.token_embedding): return []
+    if not begins or trained or not pretrained or trains(model.decoder.token_embedding):
+        return []
     return [f'the embedding of the language model is frozen: the {model.cfg.extra_token_amount} tokens for '
         'pictures that were added to it keep random vectors, and the projector learns to work with them '
         '(lr_language_backbone above 0, without language_last_blocks, trains them)']
@@ -232,7 +246,8 @@ def _begin(run:OpenRun, trainer:Trainer, checkpoint:Path|None)->None: # that was
     log.info(f'figures: {log.where}')
 
 # %% ../../nbs/67_runs.run.ipynb #ca766fc5
-def _start(run:OpenRun, start:Start, lines:list[str], config:str|None=None, parts:dict[str,Any]={})->Trainer:
+def _start(run:OpenRun, start:Start, lines:list[str], config:str|None=None,
+    parts:dict[str,Any]={})->Trainer:
     """Put the parts of a run together, and restore the checkpoint that it resumes from; every rank calls.
     `lines` are for the log, `config` is the user's own file, `parts` are what `run` was given."""
     v = run.vlm_cfg
@@ -242,7 +257,8 @@ def _start(run:OpenRun, start:Start, lines:list[str], config:str|None=None, part
     run_dir = run.run_dir
     own = own_parts(parts)
     on_master(dist, lambda: check_new(run_dir, config))
-    resumed = on_master(dist, lambda: plan_resume(run_dir, start, v, c, dist.world_size, own))
+    resumed = on_master(dist,
+        lambda: plan_resume(run_dir, start, v, c, dist.world_size, own))
     checkpoint = start.path if start.kind=='resume' else None
     kept = not parts.get('loaders') # nothing of Python's is to be kept
     if c.train_dataset_path==OWN_ROWS and kept:
@@ -270,7 +286,8 @@ def _sum_up(run:OpenRun, model:Callable|None)->str: # has trained; a status
     dist = run.dist
     log = run.log
     cache = trainer.base.features
-    if cache: log.info(f'features: {cache.misses} tiles seen, {cache.hits} read, on rank {dist.rank}')
+    if cache:
+        log.info(f'features: {cache.misses} tiles seen, {cache.hits} read, on rank {dist.rank}')
     if trainer.stop: return 'interrupted'
     drops = find(trainer, LeftOut).gather()
     find(trainer, Meters).report(trainer) # reads the clocks of all ranks
@@ -288,7 +305,8 @@ def _sum_up(run:OpenRun, model:Callable|None)->str: # has trained; a status
 
 # %% ../../nbs/67_runs.run.ipynb #84d3c983
 @contextmanager
-def process_group(timeout_s:float=TrainConfig.timeout_s)->Iterator[tuple[Dist,threading.Event]]:
+def process_group(timeout_s:float=TrainConfig.timeout_s)->Iterator[tuple[Dist,
+    threading.Event]]:
     "Inside, the process group of a run exists, and signals set the event; it waits so long for other ranks."
     dist = init_dist(timeout_s=timeout_s)
     stop = threading.Event()
@@ -307,12 +325,15 @@ def run(vlm_cfg:VLMConfig, train_cfg:TrainConfig, # the model and the run
     dist:Dist|None=None, stop:threading.Event|None=None, # ranks that are there; what ends the run
     asked:Namespace=Namespace(), command:Callable|None=None)->Path: # the command line; names what resumes
     "Train as the configurations say, and return the directory of the run; what is None the library makes."
-    parts = dict(model=model, loaders=loaders, optimizer=optimizer, schedule=schedule, loss=loss,
+    parts = dict(model=model, loaders=loaders, optimizer=optimizer, schedule=schedule,
+        loss=loss,
         judge=judge, hooks=hooks)
     first = []
-    if getattr(asked, 'saved', None): first.append(f'what was not given is as in {asked.saved}')
+    if getattr(asked, 'saved', None):
+        first.append(f'what was not given is as in {asked.saved}')
     set_env()
-    if 'rows' in _given_data(loaders): train_cfg = evolve(train_cfg, train_dataset_path=OWN_ROWS)
+    if 'rows' in _given_data(loaders):
+        train_cfg = evolve(train_cfg, train_dataset_path=OWN_ROWS)
     ranks = dist and (dist, stop or threading.Event())
     here = nullcontext(ranks) if ranks else process_group(train_cfg.timeout_s)
     def same_script(*_): return SAME_SCRIPT
@@ -322,13 +343,15 @@ def run(vlm_cfg:VLMConfig, train_cfg:TrainConfig, # the model and the run
             def hold(run_dir): # no other run writes there
                 on_master(dist, lambda: stack.enter_context(run_lock(run_dir)))
             run_dir,start,v,c,lines = plan_run(vlm_cfg, train_cfg, dist, hold, again)
-            if c.deterministic: stack.enter_context(same_bits(dist.device.type, c.compile is not False))
+            if c.deterministic:
+                stack.enter_context(same_bits(dist.device.type, c.compile is not False))
             log = _open_log(run_dir, dist, v, c)
             opened = stack.enter_context(OpenRun(run_dir, v, c, dist, log, again))
             config = getattr(asked, 'config', None)
             trainer = opened.trainer = _start(opened, start, first+lines, config, parts)
             trainer.asked = stop
-            if stopping(trainer): log.info('stopped by a signal before the first update')
+            if stopping(trainer):
+                log.info('stopped by a signal before the first update')
             else: train(trainer)
             opened.status = _sum_up(opened, model)
         dist.barrier() # the status is written

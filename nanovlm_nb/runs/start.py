@@ -45,7 +45,8 @@ class Start(NamedTuple):
     @property
     def origin(self)->str:
         "Where the weights come from, in words."
-        words = dict(resume='the checkpoint {}, from which it resumes', checkpoint='the checkpoint {}',
+        words = dict(resume='the checkpoint {}, from which it resumes',
+            checkpoint='the checkpoint {}',
             file='the file {}', backbones='the backbones {}', random='random numbers')
         return words[self.kind].format(self.path)
 
@@ -77,7 +78,8 @@ def _new_start(v, c, run_dir):
 def _checkpoint_within(run_dir, load_from):
     "The checkpoint of the run that `load_from` names, whole."
     path = Path(load_from).resolve()
-    require(path.parent==run_dir.resolve(), f'load_from {path} was set aside: to continue from it, copy it '
+    require(path.parent==run_dir.resolve(),
+        f'load_from {path} was set aside: to continue from it, copy it '
         f'into a run of its own, mkdir {run_dir.parent}/NEW && cp -r {path} {run_dir.parent}/NEW, '
         'and give run_name NEW and resume True')
     if not path.is_dir():
@@ -87,17 +89,21 @@ def _checkpoint_within(run_dir, load_from):
     return path
 
 # %% ../../nbs/62_runs.start.ipynb #53000001
-def start_of(run_dir:Path|None, v:VLMConfig, c:TrainConfig, how:str='set resume to True to go on')->Start:
+def start_of(run_dir:Path|None, v:VLMConfig, c:TrainConfig,
+    how:str='set resume to True to go on')->Start:
     """Where a start begins; a UsageError where the command contradicts what is there. `run_dir` is None for
     a new run without a name; `how` is what to do instead of giving another name."""
     given = c.load_from or ''
-    require(not given or is_pth(given) or not Path(given).is_file(), f'load_from is the file {given}: '
+    require(not given or is_pth(given) or not Path(given).is_file(),
+        f'load_from is the file {given}: '
         'give the directory of the checkpoint that holds it')
     if run_dir is None:
-        require(not c.resume, 'resume needs to know which run: give run_name, or load_from with a checkpoint')
+        require(not c.resume,
+            'resume needs to know which run: give run_name, or load_from with a checkpoint')
         return _new_start(v, c, run_dir)
     own,damaged = usable_checkpoint(run_dir, thorough=True)
-    require(c.resume or not own, f'{run_dir} holds {own and own.name} of an earlier run, which a new one '
+    require(c.resume or not own,
+        f'{run_dir} holds {own and own.name} of an earlier run, which a new one '
         f'would be mixed up with: give another run_name, or {how}')
     if not c.resume: return _new_start(v, c, run_dir)
     begun = None
@@ -114,12 +120,15 @@ def start_of(run_dir:Path|None, v:VLMConfig, c:TrainConfig, how:str='set resume 
     if own:
         line = f'Auto resumed from the latest checkpoint {own}.'
         if wrong: line = f'PASSED OVER: {wrong}. {line}'
-        if given and not within: line += f' load_from {given} is where the run began, and is not read.'
+        if given and not within:
+            line += f' load_from {given} is where the run began, and is not read.'
         return Start('resume', own, line, read_state(own))
-    require(not wrong, f'cannot resume: no checkpoint in {run_dir} can be used. {wrong}. Copy '
+    require(not wrong,
+        f'cannot resume: no checkpoint in {run_dir} can be used. {wrong}. Copy '
         'one there again, or begin anew: under another run_name, or here with resume False, which sets '
         'aside what there is')
-    require(not within, f'load_from {given}: no checkpoint of a run is there to resume from. Correct the '
+    require(not within,
+        f'load_from {given}: no checkpoint of a run is there to resume from. Correct the '
         'path; for a new run with these weights give a run_name, or leave resume out')
     return _new_start(v, c, run_dir)
 
@@ -133,7 +142,9 @@ def _with_sizes(v:VLMConfig, start:Start)->VLMConfig:
     if kind=='resume':
         saved = start.state['configs']['vlm']
         free = every-v.given-OF_RUN
-        return evolve(v, **{n:value for n,value in saved.items() if n in free and value!=getattr(v, n)})
+        return evolve(v,
+            **{n:value for n,value in saved.items() if n in free
+            and value!=getattr(v, n)})
     sources = dict[str,dict]()
     if kind=='checkpoint' and type(v) is VLMConfig: # a class of one's own knows what it is
         sources = {start.path:asdict(checkpoint_config(start.path))}
@@ -141,7 +152,8 @@ def _with_sizes(v:VLMConfig, start:Start)->VLMConfig:
         sources = backbone_fields(evolve(v, lm_model_type=None) if kind=='file' else v)
     for source,values in sources.items():
         for n in sorted(v.given&values.keys()-OF_RUN-BESIDE_WEIGHTS):
-            require(getattr(v, n)==values[n], f'{n} is {getattr(v, n)!r}, but {source} was trained with '
+            require(getattr(v, n)==values[n],
+                f'{n} is {getattr(v, n)!r}, but {source} was trained with '
                 f'{values[n]!r}: leave {n} out, its weights are another model')
         follow |= {n:value for n,value in values.items() if n not in v.given|OF_RUN}
     if kind=='checkpoint' and 'lm_tokenizer' in follow:
@@ -177,7 +189,8 @@ def resolve_start(v:VLMConfig, c:TrainConfig, world_size:int=1, start:Start|None
     lines = list[str]()
     sized = _with_sizes(v, start)
     moved = [f.name for f in fields(v) if getattr(sized, f.name)!=getattr(v, f.name)]
-    if moved: lines.append(f"from the files that the run begins with: {', '.join(moved)}")
+    if moved:
+        lines.append(f"from the files that the run begins with: {', '.join(moved)}")
     if moved and start.kind=='backbones':
         lines.append('a tile has {0} x {0} pixels, {1} x {1} patches and {2} image tokens'.format(
             sized.vit_img_size, sized.patches_per_side, sized.mp_image_token_length))
@@ -187,7 +200,8 @@ def resolve_start(v:VLMConfig, c:TrainConfig, world_size:int=1, start:Start|None
         lines.append(f'{name} is {size}, so that a picture and {_TEXT} tokens of text fit into '
             f'max_sample_length {c.max_sample_length}: raise that, and lm_max_length, for more detail')
     alone = c.projector_steps
-    if alone: lines.append(f'projector_steps {alone:g}: the projector begins alone, the backbones follow')
+    if alone:
+        lines.append(f'projector_steps {alone:g}: the projector begins alone, the backbones follow')
     if c.deepspeed_config:
         c,translated = read_deepspeed(c.deepspeed_config, c, world_size)
         lines += translated

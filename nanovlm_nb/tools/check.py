@@ -72,7 +72,8 @@ def _check_memory(plan:dict, gib:float|None=None)->str: # from `make_plan`; of a
     steps = []
     for device in plan['devices'].values():
         for remedy in device['remedies']:
-            steps.append(', '.join(f'{name} {value}' for name,value in remedy['changes'].items()))
+            steps.append(', '.join(f'{name} {value}'
+                for name,value in remedy['changes'].items()))
     remedies = '; then '.join(steps) or 'take a larger GPU'
     raise UsageError(f'{text}, and one has {gib:.0f} GiB, of which {USABLE:.0%} can be planned with: '
         f'{remedies}')
@@ -100,11 +101,13 @@ def _seconds_of_pack(vlm_cfg:VLMConfig, train_cfg:TrainConfig)->float:
             vlm_checkpoint_path=tmp, hf_repo_name=None)
         cfg = evolve(train_cfg, train_dataset_path='shapes',
             train_dataset_name=['default'], columns=[],
-            train_dataset_weights=[], stream_dataset=False, data_cutoff_idx=512, val_size=2,
+            train_dataset_weights=[], stream_dataset=False, data_cutoff_idx=512,
+            val_size=2,
             batch_size=1,
             gradient_accumulation_steps=1, num_workers=0, val_workers=0, load_from=None,
             resume=False,
-            resume_from_vlm_checkpoint=False, sharding='ddp', reduce_every_micro_batch=False,
+            resume_from_vlm_checkpoint=False, sharding='ddp',
+            reduce_every_micro_batch=False,
             offload_params=False, deepspeed_config=None,
             tracker='none', progress_bar=False, cache_features=False)
         trainer = build_trainer(alone, cfg, log, Dist())

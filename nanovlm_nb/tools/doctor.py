@@ -66,7 +66,8 @@ def _installed(name:str)->str|None: # None: it is not there
 # %% ../../nbs/71_tools.doctor.ipynb #62a48942
 def _too_old(found:dict[str,str|None], floors:dict[str,str])->list[str]: # None: it is missing
     "Returns what is missing or older than its floor, in words."
-    return [f'{name} {found[name] or "is missing"} ({floors[name]} or newer)' for name in floors
+    return [f'{name} {found[name] or "is missing"} ({floors[name]} or newer)'
+        for name in floors
         if Version(found[name] or '0')<Version(floors[name])]
 
 # %% ../../nbs/71_tools.doctor.ipynb #de8d6d45
@@ -91,14 +92,17 @@ def _check_cuda(gpus:int, cuda:str|None, driver:str|None)->str: # that torch see
     "Raises unless torch, CUDA and the driver go together."
     if not driver and (not gpus or cuda is None):
         raise Skip('no GPU here: training is on the CPU')
-    require(cuda, f'torch is built without CUDA, but there is a GPU with driver {driver}: '
+    require(cuda,
+        f'torch is built without CUDA, but there is a GPU with driver {driver}: '
                   'install a CUDA build of torch, see pytorch.org')
     floor = _CUDA_DRIVERS.get(Version(cuda or '0').major, '0')
-    require(gpus, f'torch {cuda} sees no GPU, driver {driver}: update the driver to {floor} or newer, '
+    require(gpus,
+        f'torch {cuda} sees no GPU, driver {driver}: update the driver to {floor} or newer, '
                   'or unset CUDA_VISIBLE_DEVICES')
     old = _too_old(dict(CUDA=cuda, driver=driver or floor),
         dict(CUDA=CUDA_FLOOR, driver=floor))
-    require(not old, f"CUDA {cuda} with driver {driver}, too old: {', '.join(old)}; install these")
+    require(not old,
+        f"CUDA {cuda} with driver {driver}, too old: {', '.join(old)}; install these")
     return f'{cuda}, {_gpus(gpus)}, driver {driver or "unknown"}'
 
 # %% ../../nbs/71_tools.doctor.ipynb #3357e6d4
@@ -107,7 +111,8 @@ def _check_flash(glibc:str|None, cuda:str|None, torch_version:str, flash:str|Non
     if flash is None:
         raise Skip("not installed, and not needed: torch's fused attention is used")
     old = _too_old({'GLIBC':glibc, 'CUDA':cuda, 'torch':torch_version, 'flash-attn':flash}, FLASH_FLOORS)
-    require(not old, f"{'; '.join(old)}: pip uninstall flash-attn, or build it from source here: "
+    require(not old,
+        f"{'; '.join(old)}: pip uninstall flash-attn, or build it from source here: "
                      'pip install flash-attn --no-build-isolation --no-binary flash-attn')
     return f'{flash}, GLIBC {glibc}'
 
@@ -158,7 +163,8 @@ def _check_wandb(train_cfg:TrainConfig, mode:str|None=None)->str: # None: wandb 
 # %% ../../nbs/71_tools.doctor.ipynb #eb21e747
 def _check_tasks(train_cfg:TrainConfig)->str:
     "Raises when evaluations were asked for and cannot be made."
-    if not train_cfg.use_lmms_eval: raise Skip('use_lmms_eval is False: none is evaluated')
+    if not train_cfg.use_lmms_eval:
+        raise Skip('use_lmms_eval is False: none is evaluated')
     tasks,missing = possible_tasks(train_cfg)
     if task_names(tasks)==task_names(train_cfg.lmms_eval_tasks): # perhaps only a login is missing
         line = f'{tasks} (benchmarks: {train_cfg.lmms_eval_prompts})'
@@ -177,7 +183,8 @@ def _check_slurm(train_cfg:TrainConfig, command:str='sinfo')->str:
     if not done.returncode: return f'{len(done.stdout.splitlines())} groups of nodes'
     error = (done.stderr.strip() or f'{command} ended with {done.returncode}').splitlines()[0]
     needed = train_cfg.use_lmms_eval and choose_eval_backend(train_cfg)=='slurm'
-    if not needed: raise Skip(f'{error}; nothing here needs it: start runs with torchrun')
+    if not needed:
+        raise Skip(f'{error}; nothing here needs it: start runs with torchrun')
     raise UsageError(f'{error}, and evaluations need it: ask the administrators, or give '
         '--eval_backend subprocess')
 
@@ -187,7 +194,8 @@ def _smoke_config(train_cfg:TrainConfig, updates:int)->TrainConfig: # from `reso
     return evolve(train_cfg, max_training_steps=updates, max_training_samples=None,
         max_epochs=None,
                   eval_in_epochs=False,
-                  save_interval=0, ask_samples=0, tracker='none', progress_bar=False, resume=False,
+                  save_interval=0, ask_samples=0, tracker='none', progress_bar=False,
+                  resume=False,
                   deepspeed_config=None, run_name='smoke')
 
 # %% ../../nbs/71_tools.doctor.ipynb #5900a8cf
@@ -201,7 +209,8 @@ def _short_run(vlm_cfg:VLMConfig, small:TrainConfig, folder:str,
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
     losses = []
     for log in Path(folder).rglob('smoke/log.jsonl'):
-        losses = [record['batch_loss'] for record in read_log(log) if 'batch_loss' in record]
+        losses = [record['batch_loss'] for record in read_log(log)
+            if 'batch_loss' in record]
     if not done.returncode: return losses,''
     return losses,[f'ended with {done.returncode}', *done.stderr.strip().splitlines()][-1]
 
@@ -228,7 +237,8 @@ def machine_findings(train_cfg:TrainConfig, gpus:int=1)->Iterator[Finding]: # ra
     seen = torch.cuda.device_count()
     cuda = torch.version.cuda
     wheels = platform.libc_ver()[1] or None,cuda,torch.__version__,_installed('flash-attn')
-    checks:list[tuple] = [('packages', _check_packages), ('GPUs', _check_gpus, gpus, seen),
+    checks:list[tuple] = [('packages', _check_packages),
+        ('GPUs', _check_gpus, gpus, seen),
         ('CUDA', _check_cuda, seen, cuda, _driver_version()),
         ('flash-attn', _check_flash, *wheels),
         ('wandb', _check_wandb, train_cfg), ('tasks', _check_tasks, train_cfg),

@@ -86,7 +86,8 @@ def sample_text(sample:dict, tokenizer:Any)->str: # from `finish`
     image = re.escape(tokenizer.image_token)
     for mark,run in groupby(zip(marks, ids), lambda x: x[0]):
         piece = tokenizer.decode([i for _,i in run])
-        piece = re.sub(f'({image})+', lambda m: f'{len(m[0])//len(tokenizer.image_token)} x {m[1]} ', piece)
+        piece = re.sub(f'({image})+',
+            lambda m: f'{len(m[0])//len(tokenizer.image_token)} x {m[1]} ', piece)
         piece = ''.join(c if c.isprintable() or c=='\n' else '·' for c in piece)
         if mark:
             line_ends = piece.endswith('\n')
@@ -120,7 +121,8 @@ def look(loader:PackLoader, n:int=SAMPLES, show:int=0)->_Seen: # rows to read; s
             for picture in row['images']:
                 with suppress(UnreadableImage, OSError): # it will be named
                     header = open_header(picture)
-                    if header.mode.startswith(('I','F')): seen.ranges.append(header.getextrema())
+                    if header.mode.startswith(('I','F')):
+                        seen.ranges.append(header.getextrema())
             with naming(row['id']):
                 plan = samples.plan_row(row)
                 sample = samples.finish(plan, row['images'])
@@ -144,7 +146,8 @@ def _value_range(values:Sequence[int])->str: # one or more
 # %% ../../nbs/72_tools.inspect.ipynb #bceba274
 def check_rows(seen:_Seen, held:_Seen)->str: # of training, of validation
     "Returns the sizes of the samples; raises when no row is used."
-    require(seen.plans, f'none of {seen.rows} rows is used: {seen.loader.drops.blame or "there are none"}')
+    require(seen.plans,
+        f'none of {seen.rows} rows is used: {seen.loader.drops.blame or "there are none"}')
     plans = seen.plans
     tokens = _value_range([plan.tokens for plan in plans])
     targets = _value_range([int((plan.labels!=IGNORE).sum()) for plan in plans])
@@ -166,7 +169,8 @@ def check_left_out(*seen:_Seen)->str: # of training, of validation
     for reason in drops.counts:
         if reason in _FAULTY:
             faults.append(f'{reason}: {drops.examples(reason, 5)}; {REMEDIES[reason]}')
-    chosen = [f'{count} {reason}' for reason,count in drops.reported.items() if reason not in _FAULTY]
+    chosen = [f'{count} {reason}' for reason,count in drops.reported.items()
+        if reason not in _FAULTY]
     require(not faults, '; '.join(faults+chosen))
     return ', '.join(chosen) or 'nothing'
 
@@ -180,7 +184,8 @@ def _check_pixels(ranges:list[tuple], pixel_max:float|None)->str: # of `_Seen`; 
     meant = math.ceil(max(high, 1))
     if 1<high<=65535: meant = 2**max(8, math.ceil(math.log2(high+1)))-1 # all bits of a pixel
     text = f'{len(ranges)} pictures of more than 8 bits a pixel, with values from {low:g} to {high:g}'
-    require(high<=white, f'{text}: all above {white:g} is white, set pixel_max to {meant}')
+    require(high<=white,
+        f'{text}: all above {white:g} is white, set pixel_max to {meant}')
     require(pixel_max or high>white/4,
         f'{text}: they come out dark, {255*high/white:.0f} of 255 at most; set pixel_max to {meant}')
     return text
@@ -215,7 +220,8 @@ def _check_columns(train_cfg:TrainConfig)->str:
             raise UsageError(f'{name}: {_why_unreadable(e, path)}') from e
         for column in ignored:
             meant = nearest(column, FEATURES)
-            require(not meant, f'{name}: column `{column}` is ignored: did you mean `{meant}`?')
+            require(not meant,
+                f'{name}: column `{column}` is ignored: did you mean `{meant}`?')
         unread |= ignored
     if not unread: return 'all are read'
     return f"ignored: {', '.join(sorted(unread))}"
@@ -224,14 +230,16 @@ def _check_columns(train_cfg:TrainConfig)->str:
 def _check_template(tokenizer:Any)->str: # from `load_tokenizer`
     "Returns what ends an answer; raises when the chat template is unfit for training."
     _,end,_ = answer_frame(tokenizer)
-    require(tokenizer.eos_token in end, f'lm_chat_template writes {end!r} behind an answer: '
+    require(tokenizer.eos_token in end,
+        f'lm_chat_template writes {end!r} behind an answer: '
                                         f'let it write {tokenizer.eos_token}, the end of a turn')
     words = ('xzyvd','dvyzx','yvxdz')
     roles = ('user','assistant','user')
     chat = [dict(role=role, content=word) for role,word in zip(roles, words)]
     _,before_answer,before_question,_ = re.split('|'.join(words),
         render_chat(tokenizer, chat))
-    require(before_answer!=before_question, 'lm_chat_template writes a user and an assistant alike: '
+    require(before_answer!=before_question,
+        'lm_chat_template writes a user and an assistant alike: '
                              'let it write message.role in front of each message')
     return f'an answer ends with {end!r}'
 
@@ -239,7 +247,8 @@ def _check_template(tokenizer:Any)->str: # from `load_tokenizer`
 def _check_packs(loader:PackLoader)->str: # from `open_data`
     "Returns how full the first packs are; raises when there is none."
     batches = list(islice(loader, 4))
-    require(batches, f'no pack could be made: {loader.drops.blame or "there are no rows"}')
+    require(batches,
+        f'no pack could be made: {loader.drops.blame or "there are no rows"}')
     length = batches[0]['labels'].shape[1]
     samples = []
     used = 0
@@ -282,7 +291,8 @@ def data_findings(vlm_cfg:VLMConfig, train_cfg:TrainConfig, n:int=SAMPLES,
 # %% ../../nbs/72_tools.inspect.ipynb #bf2db93f
 def _checkpoint_before(run_dir:Path, update:int)->Path: # of a run; from 1
     "Returns the newest complete checkpoint of an earlier update, on the way to the current one."
-    earlier = [p for p in checkpoints(run_dir) if step_of(p)<update and not missing_pieces(p)]
+    earlier = [p for p in checkpoints(run_dir) if step_of(p)<update
+        and not missing_pieces(p)]
     if earlier: return earlier[-1]
     raise MissingFile(f'{run_dir} has no complete checkpoint before update {update}: '
                       'it keeps max_keep_ckpts of them, choose a later update')
@@ -290,9 +300,11 @@ def _checkpoint_before(run_dir:Path, update:int)->Path: # of a run; from 1
 # %% ../../nbs/72_tools.inspect.ipynb #c4f2f601
 def _alone(train_cfg:TrainConfig, lanes:int)->TrainConfig: # of any run; packs of its updates
     "Returns settings for the same updates in one process that reports nowhere."
-    return evolve(train_cfg, gradient_accumulation_steps=lanes//train_cfg.batch_size, num_workers=0,
+    return evolve(train_cfg, gradient_accumulation_steps=lanes//train_cfg.batch_size,
+        num_workers=0,
         val_workers=0, resume=True, load_from=None, resume_from_vlm_checkpoint=False,
-        sharding='ddp', reduce_every_micro_batch=False, offload_params=False, tracker='none',
+        sharding='ddp', reduce_every_micro_batch=False, offload_params=False,
+        tracker='none',
         progress_bar=False, async_save=False,
         ask_samples=0)
 
@@ -314,7 +326,8 @@ def _settings_of(run_dir:Path, update:int, code:dict)->tuple[VLMConfig,TrainConf
         if step_of(checkpoint)<update or missing_pieces(checkpoint): continue
         configs = read_state(checkpoint)['configs']
         for name,value in (configs['vlm']|configs['train']).items():
-            if name not in TRUSTED and value!=now.get(name, value): changed[name] = value
+            if name not in TRUSTED and value!=now.get(name, value):
+                changed[name] = value
         break
     return change(vlm_cfg, train_cfg, changed)
 
@@ -337,7 +350,8 @@ def _trainer_before(run_dir:Path, number:int, code:dict={})->Iterator[tuple[Trai
         for made in updates(trainer):
             if trainer.step==number-1: break
             guard.after_update(trainer, train_step(trainer, made))
-        else: raise UsageError(f'update {number} was never made: the run has {trainer.step}')
+        else:
+            raise UsageError(f'update {number} was never made: the run has {trainer.step}')
         yield trainer,made
 
 # %% ../../nbs/72_tools.inspect.ipynb #1262643a
@@ -355,7 +369,8 @@ class _Verdict:
 
     def __str__(self):
         mark = '! ' if self.suspect else '  '
-        return aligned((mark+self.id, self.targets, f'{self.loss:.4f}', f'{self.norm:.4f}',
+        return aligned((mark+self.id, self.targets, f'{self.loss:.4f}',
+            f'{self.norm:.4f}',
             f'{self.pull:.4f}'), _VERDICT)
 
 # %% ../../nbs/72_tools.inspect.ipynb #29c61229
@@ -377,14 +392,16 @@ def _judge_samples(trainer:Trainer, update:Update)->list[_Verdict]: # from `_tra
         for document in unpack(batch):
             alone = collate_packs([pack([vars(document)], len(document.input_ids), 0)])
             targets = document.n_targets
-            loss,norm = _loss_and_norm(trainer, replace(update, targets=targets, micro_batches=[alone]))
+            loss,norm = _loss_and_norm(trainer,
+                replace(update, targets=targets, micro_batches=[alone]))
             pull = norm*targets/max(update.targets, 1)
             verdicts.append(_Verdict(document.id, targets, loss, norm, pull))
             if math.isfinite(pull): pulls.append(pull)
     limit = _FAR*median(pulls or [math.inf])
     for verdict in verdicts:
         verdict.suspect = not math.isfinite(verdict.pull) or verdict.pull>limit
-    def strength(verdict): return verdict.pull if math.isfinite(verdict.pull) else math.inf
+    def strength(verdict):
+        return verdict.pull if math.isfinite(verdict.pull) else math.inf
     return sorted(verdicts, key=strength, reverse=True)
 
 # %% ../../nbs/72_tools.inspect.ipynb #6d6aa3ae
@@ -395,7 +412,8 @@ def _replay_lines(update:Update, logged:dict|None, # made again; its line in the
     then = ''
     if logged is not None:
         same = 'NOT the samples of the log: were the data changed?'
-        if logged['batch_digest']==update.digest: same = 'the same samples as in the log'
+        if logged['batch_digest']==update.digest:
+            same = 'the same samples as in the log'
         then = f' (in the log {logged["batch_loss"]:.4f} and {logged["grad_norm"]:.4f})'
     lines = [f'{update.samples} samples, {update.targets} target tokens, {same}',
         f'loss {loss:.4f}, gradient norm {norm:.4f}{then}',
@@ -414,7 +432,8 @@ def replay(run_dir:str|Path, number:int|None=None, # of the update; None: the la
     "Makes an update of a run again, and prints what each of its samples does alone."
     run_dir = Path(run_dir)
     skipped = read_bad_updates(run_dir)
-    require(number or skipped, f'{run_dir} has skipped no update: say which one you mean')
+    require(number or skipped,
+        f'{run_dir} has skipped no update: say which one you mean')
     number = number or skipped[-1]['update']
     code = {name:value for name,value in code.items() if value is not None}
     with _trainer_before(run_dir, number, code) as (trainer,update):

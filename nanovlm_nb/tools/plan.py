@@ -63,9 +63,11 @@ class _Allocations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        copied = func is torch.ops.aten._to_copy.default and isinstance(args[0], nn.Parameter)
+        copied = func is torch.ops.aten._to_copy.default and isinstance(args[0],
+            nn.Parameter)
         for x in tree_leaves(out):
-            if isinstance(x, Tensor) and x.is_meta: self.hold(x, 'copies' if copied else self.part)
+            if isinstance(x, Tensor) and x.is_meta:
+                self.hold(x, 'copies' if copied else self.part)
         return out
 
 # %% ../../nbs/73_tools.plan.ipynb #63aa0021
@@ -112,7 +114,8 @@ class LikeCuda(TorchFunctionMode):
         return super().__exit__(*error)
 
     def _to(self, x, dtype):
-        if not (isinstance(x, Tensor) and x.is_floating_point() and x.dtype!=dtype): return x
+        if not (isinstance(x, Tensor) and x.is_floating_point() and x.dtype!=dtype):
+            return x
         if not (isinstance(x, nn.Parameter) and x.requires_grad): return x.to(dtype)
         if id(x) not in self.casts: self.casts[id(x)] = x.to(dtype)
         return self.casts[id(x)]
@@ -136,7 +139,8 @@ def like_cuda(net:nn.Module, dtype:torch.dtype=torch.bfloat16)->nn.Module: # of 
             if torch.is_autocast_enabled('cuda'): return forward(*args, **kwargs)
             with LikeCuda(dtype): return forward(*args, **kwargs)
         return call
-    for module in (net, *blocks_of(net)): setattr(module, 'forward', under(module.forward))
+    for module in (net, *blocks_of(net)):
+        setattr(module, 'forward', under(module.forward))
     return net
 
 # %% ../../nbs/73_tools.plan.ipynb #63aa0031
@@ -185,7 +189,8 @@ def meta_net(vlm_cfg:VLMConfig, train_cfg:TrainConfig)->VLMNet: # with gradients
     "Returns the network of a run on the meta device, in training mode, as it is on a GPU."
     with META: net = VLMNet(vlm_cfg)
     if train_cfg.lora_rank:
-        add_adapters(net, train_cfg.lora_rank, train_cfg.lora_alpha, train_cfg.lora_targets)
+        add_adapters(net, train_cfg.lora_rank, train_cfg.lora_alpha,
+            train_cfg.lora_targets)
         lower_base(net, getattr(torch, train_cfg.dtype, torch.bfloat16))
     training_groups(net, train_cfg)
     net.vision_encoder.recompute = train_cfg.vision_checkpointing
@@ -202,7 +207,8 @@ def meta_net(vlm_cfg:VLMConfig, train_cfg:TrainConfig)->VLMNet: # with gradients
 def _mark_parts(net:nn.Module, tracker:_Allocations)->None:
     "Tells a tracker which component of a network allocates."
     for name,part in net.named_children():
-        part.register_forward_pre_hook(lambda *_, name=name: setattr(tracker, 'part', name))
+        part.register_forward_pre_hook(lambda *_, name=name: setattr(tracker, 'part',
+            name))
         part.register_forward_hook(lambda *_: setattr(tracker, 'part', 'rest'))
 
 # %% ../../nbs/73_tools.plan.ipynb #7be00662
@@ -224,7 +230,8 @@ def peak_memory(vlm_cfg:VLMConfig, train_cfg:TrainConfig, batch:Batch|None=None)
     if cfg.use_moe: # as if the experts that a token visits were one
         visited = cfg.moe_top_k+cfg.moe_shared_experts
         cfg = evolve(cfg, use_moe=False, lm_inter_dim=cfg.lm_inter_dim*visited)
-        targets = ['decoder.*.mlp' if _OF_MOE&{*name.split('.')} else name for name in train_cfg.lora_targets]
+        targets = ['decoder.*.mlp' if _OF_MOE&{*name.split('.')} else name
+            for name in train_cfg.lora_targets]
         train_cfg = evolve(train_cfg, lora_targets=targets)
     if batch is None: batch = fullest_batch(cfg, train_cfg)
     choose_backend(cfg.attn_backend, True, 'meta', dtype) # tries it, once
@@ -244,7 +251,8 @@ def _bookkeeping(samples:int, batch_size:int, gpus:int=1, accumulation:int=1,
     """Returns how a data set, the batch of a device, devices and accumulation add up. Iterations of an epoch
     are whole ones: what is left over waits for the next."""
     per_epoch = samples//(batch_size*gpus)
-    require(per_epoch>=1, f"{samples} samples do not fill one batch of {batch_size} on {gpus} GPUs: "
+    require(per_epoch>=1,
+        f"{samples} samples do not fill one batch of {batch_size} on {gpus} GPUs: "
         "lower batch_size")
     return dict(batch_size=batch_size, gpus=gpus, accumulation=accumulation,
         effective_batch=batch_size*gpus*accumulation, iterations_per_epoch=per_epoch,
@@ -387,13 +395,15 @@ def update_flops(vlm_cfg:VLMConfig, train_cfg:TrainConfig,
     pack:PackEstimate)->dict[str,float]:
     "Returns the FLOPs of one GPU in an update of average packs: `useful`, and `all` that it executes."
     packs = effective_batch_size(train_cfg)
-    trained = {name:size.trained for name,size in sizes(vlm_cfg, train_cfg).items() if size.trained}
+    trained = {name:size.trained for name,size in sizes(vlm_cfg, train_cfg).items()
+        if size.trained}
     tiles = pack.tiles*packs
     documents = max(round(pack.documents), 1)*packs
     lengths = [pack.tokens*packs/documents]*documents
     parts = step_flops(vlm_cfg, tiles, lengths, pack.targets*packs,
         max(packs*vlm_cfg.lm_max_length, sum(lengths)), set(trained),
-        16*tiles*vlm_cfg.tiles_per_window**2, 16*tiles*min(pack.tiles, vlm_cfg.most_tiles),
+        16*tiles*vlm_cfg.tiles_per_window**2,
+        16*tiles*min(pack.tiles, vlm_cfg.most_tiles),
         adapters=trained if train_cfg.lora_rank else None,
         cache_features=train_cfg.cache_features,
         last_blocks=train_cfg.language_last_blocks if 'decoder' in trained else None,
@@ -524,11 +534,14 @@ def make_plan(vlm_cfg:VLMConfig, train_cfg:TrainConfig, gpus:int=1,
     return dict(gpus=gpus, mfu=mfu, updates=cfg.max_training_steps,
         in_samples=train_cfg.max_training_samples, pack=pack._asdict(),
         most_tiles=_most_tiles(vlm_cfg, cfg), pack_length=vlm_cfg.lm_max_length,
-        parameters=parameters, memory=_memory_table(vlm_cfg, cfg, gpus), needed=needed/GB,
-        setting=', '.join(setting), work=work|dict(packs=packs, tokens=packs*pack.tokens),
+        parameters=parameters, memory=_memory_table(vlm_cfg, cfg, gpus),
+        needed=needed/GB,
+        setting=', '.join(setting),
+        work=work|dict(packs=packs, tokens=packs*pack.tokens),
         devices=on_devices, batch=dict(batch_size=cfg.batch_size, gpus=gpus,
             accumulation=cfg.gradient_accumulation_steps, splits=splits(packs, gpus)),
-        disk=dict(checkpoint=checkpoint_bytes(vlm_cfg, cfg), kept=_checkpoints_kept(cfg)),
+        disk=dict(checkpoint=checkpoint_bytes(vlm_cfg, cfg),
+            kept=_checkpoints_kept(cfg)),
         epochs=_epochs(cfg, gpus, pack, packs, samples, epochs),
         notes=lint(cfg, ranks=gpus, epochs=epochs))
 
@@ -548,7 +561,8 @@ def _parameters_text(plan):
     short = {'M':1e6, 'k':1e3}
     total = with_unit(sum(part['total'] for part in parts.values()), short)
     trained = with_unit(sum(part['trained'] for part in parts.values()), short)
-    each = ', '.join(f"{_NAMES[name]} {with_unit(part['total'], short)}" for name,part in parts.items())
+    each = ', '.join(f"{_NAMES[name]} {with_unit(part['total'], short)}"
+        for name,part in parts.items())
     return [f'Parameters: {each}; {total} together, {trained} train']
 
 # %% ../../nbs/73_tools.plan.ipynb #91b19973
@@ -570,10 +584,12 @@ def _device_text(name, device):
     run = with_unit(3600*device['hours'], {'h':3600, 'min':60, 's':1, 'ms':.001})
     memory = device['memory']
     enough = device['fits']
-    lines = [_row(name, update, run, f'{memory:g} GiB', 'fits' if enough else 'too small')]
+    lines = [_row(name, update, run, f'{memory:g} GiB',
+        'fits' if enough else 'too small')]
     order = 'first'
     for remedy in device['remedies']:
-        changes = ', '.join(f'{field} {value}' for field,value in remedy['changes'].items())
+        changes = ', '.join(f'{field} {value}'
+            for field,value in remedy['changes'].items())
         needed = with_unit(remedy['gib']*GB, BYTES)
         lines.append(f"      {order:<5} {changes}: {needed} ({remedy['price']})")
         order = 'then'
@@ -591,7 +607,8 @@ def _work_text(plan):
     if plan['in_samples'] is not None:
         length = f"{plan['in_samples']} samples, about {length}"
     tokens = with_unit(work['tokens']*plan['updates'], COUNTS, 2)
-    others = ', '.join(f'{size} x {gpus} x {steps}' for size,steps,gpus in batch['splits'])
+    others = ', '.join(f'{size} x {gpus} x {steps}'
+        for size,steps,gpus in batch['splits'])
     return [f"Update: {batch['batch_size']} x {batch['gpus']} x {batch['accumulation']} = {work['packs']} "
             f"packs (batch_size x GPUs x accumulation; the same: {others})",
         f"  an average pack has {pack['tokens']:.0f} tokens, {pack['tiles']:.1f} tiles, "
@@ -623,7 +640,8 @@ def _plan_text(plan:dict)->str: # from `make_plan`; lines for a terminal
     size = plan['disk']['checkpoint']
     noun = 'checkpoints' if kept>1 else 'checkpoint'
     disk = f"Disk: {kept} {noun} at most, each of {with_unit(size, STORED)}: {with_unit(kept*size, STORED)}"
-    devices = [_row(f"Time at {plan['mfu']:.0%} of the peak", 'an update', 'the run', 'memory', '')]
+    devices = [_row(f"Time at {plan['mfu']:.0%} of the peak", 'an update', 'the run',
+        'memory', '')]
     for name,device in plan['devices'].items(): devices += _device_text(name, device)
     start = _parameters_text(plan)
     if 'start' in plan: start.insert(0, f"Starts from {plan['start']}")

@@ -92,7 +92,8 @@ def _last_figures(log:Path)->tuple[dict,float|None]: # may not be there
         with suppress(ValueError, LookupError, TypeError, RecursionError):
             record = json.loads(line)
             if type(record['step']) is int: records.append(record)
-    losses = [record['val_loss'] for record in records if isinstance(record.get('val_loss'), float)]
+    losses = [record['val_loss'] for record in records
+        if isinstance(record.get('val_loss'), float)]
     last = next((record for record in records[1::-1] if 'batch_loss' in record), {})
     return last,min(losses, default=None)
 
@@ -142,7 +143,8 @@ def _delete(run_dir:Path, days:float|None, and_abandoned:bool)->Iterator[str]: #
     "Deletes what is asked for; yields a line for each directory, also for those that no run has made."
     if days is None and not and_abandoned: return
     is_run = any((run_dir/name).is_file() for name in (CONFIG,LOG)) or left_behind(run_dir, None)
-    require(is_run, f'{run_dir} is no run, nothing in it is deleted: give the directory of a run')
+    require(is_run,
+        f'{run_dir} is no run, nothing in it is deleted: give the directory of a run')
     deleted = []
     remaining = []
     if days is not None:

@@ -10,13 +10,13 @@ from collections.abc import Callable
 from typing import Any,NamedTuple
 
 from ..core.fields import WITH_WARMUP
-from ..core.config import effective_batch_size,TrainConfig,VLMConfig
-from ..data.loader import loader_workers
+from ..core.config import effective_batch_size,loader_workers,TrainConfig,VLMConfig
 
 # %% ../../nbs/52_training.advice.ipynb #07a48b23
 _MOST = dict(data=.10, communication=.15, other=.05) # shares of the time, all else is computing
 # finer parts of the time -> what they belong to
-_SHARE = dict(forward_backward='compute', optimizer='other', validation='other', checkpoint='other')
+_SHARE = dict(forward_backward='compute', optimizer='other', validation='other',
+    checkpoint='other')
 
 def _grouped(shares:dict[str,float])->dict[str,float]: # of the time, by the names below or those of `_SHARE`
     "Returns shares of the time as the targets name them: `compute`, `data`, `communication`, `other`."
@@ -50,11 +50,15 @@ def if_it_waits(v:VLMConfig, c:TrainConfig, cores:int|None=None)->Table: # of a 
     own = c.train_dataset_path in ('rows','labels') # they are in memory, or have been read
     return dict(data=[(more>now, f'num_workers {now} -> {more}'),
         (not (streamed or own), 'stream_dataset True, if the disk is slow'),
-        (v.resize_to_max_side_len and smaller, 'resize_to_max_side_len False: fewer tiles of small pictures'),
-        (smaller, f'max_img_size {v.max_img_size} -> {[*smaller, 0][0]}: fewer pixels to decode and resize'),
-    ], communication=[(c.sharding=='zero3', 'sharding zero3 -> zero2, if the weights fit'),
+        (v.resize_to_max_side_len and smaller,
+            'resize_to_max_side_len False: fewer tiles of small pictures'),
+        (smaller,
+            f'max_img_size {v.max_img_size} -> {[*smaller, 0][0]}: fewer pixels to decode and resize'),
+    ], communication=[(c.sharding=='zero3',
+        'sharding zero3 -> zero2, if the weights fit'),
         (a<16, f'gradient_accumulation_steps {a} -> 16: fewer exchanges, but {16/a:.3g} times as many packs'),
-        (c.max_tiles_per_knapsack is None, 'max_tiles_per_knapsack: no rank waits for the fullest pack')])
+        (c.max_tiles_per_knapsack is None,
+            'max_tiles_per_knapsack: no rank waits for the fullest pack')])
 
 # %% ../../nbs/52_training.advice.ipynb #417dcf21
 def _if_it_works(c:TrainConfig, shares:dict[str,float]={}, # with `validation` and `checkpoint`
@@ -63,17 +67,22 @@ def _if_it_works(c:TrainConfig, shares:dict[str,float]={}, # with `validation` a
     def part(name): return shares.get(name, 0)>_MOST['other']/2
     a = c.gradient_accumulation_steps
     gpu = device!='cpu'
-    return dict(other=[(part('validation'), f'eval_interval {c.eval_interval} -> {2*c.eval_interval}'),
-        (part('checkpoint') and c.save_interval, f'save_interval {c.save_interval} -> {2*c.save_interval}'),
-        (c.offload_optimizer, 'offload_optimizer False: the accelerator makes the update'),
+    return dict(other=[(part('validation'),
+        f'eval_interval {c.eval_interval} -> {2*c.eval_interval}'),
+        (part('checkpoint') and c.save_interval,
+            f'save_interval {c.save_interval} -> {2*c.save_interval}'),
+        (c.offload_optimizer,
+            'offload_optimizer False: the accelerator makes the update'),
         (part('checkpoint') and not c.async_save,
             'async_save True: checkpoints are written while training goes on'),
         (c.stats_log_interval<100, f'stats_log_interval {c.stats_log_interval} -> 100'),
     ], compute=[(gpu and not c.compile, 'compile True'),
-        (gpu and c.dtype=='float32', 'dtype float32 -> auto: matrix products in 16 bits'),
+        (gpu and c.dtype=='float32',
+            'dtype float32 -> auto: matrix products in 16 bits'),
         (c.language_checkpointing or c.vision_checkpointing,
             'language_checkpointing and vision_checkpointing False, if the memory allows it'),
-        (gpu and c.batch_size<4 and a%2==0, f'batch_size {c.batch_size} -> {2*c.batch_size} and '
+        (gpu and c.batch_size<4 and a%2==0,
+            f'batch_size {c.batch_size} -> {2*c.batch_size} and '
             f'gradient_accumulation_steps {a} -> {a//2}, if the memory allows it: the same update')])
 
 # %% ../../nbs/52_training.advice.ipynb #eedaaff6
@@ -104,31 +113,42 @@ def _smaller_batches(cfg:TrainConfig)->list[dict]:
     "Returns other splits of the same update, down to micro-batches of one pack."
     b = cfg.batch_size
     a = cfg.gradient_accumulation_steps
-    return [dict(batch_size=n, gradient_accumulation_steps=a*b//n) for n in range(b-1, 0, -1) if b%n==0]
+    return [dict(batch_size=n, gradient_accumulation_steps=a*b//n)
+        for n in range(b-1, 0, -1) if b%n==0]
 
 # %% ../../nbs/52_training.advice.ipynb #c24d6542
-def memory_remedies(v:VLMConfig, t:TrainConfig, world_size:int=1, device:str='cuda')->list[Remedy]:
+def memory_remedies(v:VLMConfig, t:TrainConfig, world_size:int=1,
+    device:str='cuda')->list[Remedy]:
     "Returns what to change when memory is short, in the order in which to try it, one on top of the other."
-    fewer = {n:min(getattr(t, n), 10) for n in ('max_images_per_knapsack','max_images_per_example')}
+    fewer = {n:min(getattr(t, n), 10)
+        for n in ('max_images_per_knapsack','max_images_per_example')}
     shorter = dict(lm_max_length=2048, max_sample_length=min(t.max_sample_length, 2048))
     adapted = any(not name.startswith('decoder') for name in t.lora_targets)
     tower = adapted if t.lora_rank else t.lr_backbone_pair[0]
     stages = ('ddp','zero2','zero3')
-    rows:list[tuple] = [(True, new, 'the update stays the same') for new in _smaller_batches(t)]
-    rows += [(t.max_images_per_knapsack>10, fewer, 'packs with many pictures are split'),
-        (v.lm_max_length>2048, shorter, 'longer samples are dropped, and an update has fewer tokens')]
+    rows:list[tuple] = [(True, new, 'the update stays the same')
+        for new in _smaller_batches(t)]
+    rows += [(t.max_images_per_knapsack>10, fewer,
+        'packs with many pictures are split'),
+        (v.lm_max_length>2048, shorter,
+            'longer samples are dropped, and an update has fewer tokens')]
     for part,learns in (('language',True), ('vision',tower)):
         field = f'{part}_checkpointing'
-        rows.append((learns and not getattr(t, field), {field:True}, 'up to a third more arithmetic'))
-    rows += [(True, dict(max_img_size=n), 'pictures lose detail') for n in _smaller_pictures(v)]
+        rows.append((learns and not getattr(t, field), {field:True},
+            'up to a third more arithmetic'))
+    rows += [(True, dict(max_img_size=n), 'pictures lose detail')
+        for n in _smaller_pictures(v)]
     tiles = not t.max_tiles_per_knapsack
-    rows.append((tiles, dict(max_tiles_per_knapsack=16), 'packs with many tiles are split'))
+    rows.append((tiles, dict(max_tiles_per_knapsack=16),
+        'packs with many tiles are split'))
     for stage in stages[stages.index(t.sharding)+1:]:
         rows.append((world_size>1, dict(sharding=stage), 'more traffic between ranks'))
     rows += [
-        (world_size>1 and t.gradient_accumulation_steps>1 and not t.reduce_every_micro_batch,
+        (world_size>1 and t.gradient_accumulation_steps>1
+            and not t.reduce_every_micro_batch,
             dict(reduce_every_micro_batch=True), 'more traffic between ranks'),
-        (not t.offload_optimizer and device!='cpu', dict(offload_optimizer=True), 'updates are slow')]
+        (not t.offload_optimizer and device!='cpu', dict(offload_optimizer=True),
+            'updates are slow')]
     return [Remedy(changes, price) for ok,changes,price in rows if ok]
 
 # %% ../../nbs/52_training.advice.ipynb #effcae7d
@@ -168,7 +188,8 @@ def _save_notes(c:TrainConfig)->list[str]:
     "Returns what is odd about the checkpoints, a line for each."
     updates = c.length.updates()
     every = c.save_interval or (c.eval_interval if c.eval_in_epochs else 0)
-    if not every: return ['save_interval is 0 and eval_in_epochs False: only the end is saved']
+    if not every:
+        return ['save_interval is 0 and eval_in_epochs False: only the end is saved']
     advised = ('50 to 100 with max_keep_ckpts 3 while you try whether a run works, '
         '500 to 1000 with max_keep_ckpts 1 later')
     stay = 'the' if updates is None else f'{checkpoints_written(c, updates)}'
@@ -181,13 +202,15 @@ def _save_notes(c:TrainConfig)->list[str]:
 def _projector_advice(c:TrainConfig, ranks:int=1, epochs:float|None=None)->list[str]: # None: `max_epochs`
     "Returns a line for each number that is unusual in a run that trains only the projector."
     if any(c.lr_backbone_pair) or c.lora_rank: return []
-    rows = [('max_epochs', epochs or c.max_epochs, 4, 6), ('lr_mp', c.lr_mp, 1e-4, 5e-4),
+    rows = [('max_epochs', epochs or c.max_epochs, 4, 6),
+        ('lr_mp', c.lr_mp, 1e-4, 5e-4),
         ('packs_of_an_update', effective_batch_size(c, ranks), 8, 32)] # MiniMind-V's ranges
     return [f'{name} is {v:g}: for a projector alone, {low:g} to {high:g} is usual'
         for name,v,low,high in rows if v is not None and not low<=v<=high]
 
 # %% ../../nbs/52_training.advice.ipynb #e8d0096d
-def lint(c:TrainConfig, cpus:int|None=None, ranks:int=1, epochs:float|None=None)->list[str]:
+def lint(c:TrainConfig, cpus:int|None=None, ranks:int=1,
+    epochs:float|None=None)->list[str]:
     "Returns settings that are legal and perhaps not meant; none of them stops a run."
     n = c.num_workers or 0
     most = n if cpus is None else min(n, max(cpus//ranks, 1))

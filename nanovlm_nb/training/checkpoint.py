@@ -145,7 +145,8 @@ def _write_model(weights, model, tmp, final, tokenizer, dist):
     "Rank 0 writes the model, of whose weights all ranks may have a piece."
     def write(whole): # a tokenizer of its own lies in the checkpoint, the config names its final path
         with system_errors(tmp):
-            model.save_pretrained(tmp, tokenizer, known_as=final.absolute(), state=whole)
+            model.save_pretrained(tmp, tokenizer, known_as=final.absolute(),
+                state=whole)
     if is_sharded(model): use_whole(weights, dist, write)
     else: on_master(dist, lambda: write(weights))
 
@@ -218,7 +219,8 @@ class Saver:
         self.wait()
         final = Path(run_dir)/f'step_{step}'
         parts = snapshot(model, optimizer, self.dist, self.memory)
-        write = partial(_write_checkpoint, parts, model, final, tokenizer, state, self.dist,
+        write = partial(_write_checkpoint, parts, model, final, tokenizer, state,
+            self.dist,
             then)
         if self.pool is None: write()
         else: self.writing = self.pool.submit(write)

@@ -32,7 +32,8 @@ SWITCH = {True:True, False:False}
 # entry -> its field, and what its values mean there; None: the same
 EQUAL:dict[str,tuple[str,dict|None]] = {ZERO+'cpu_offload':('offload_optimizer', SWITCH), # an older name
     ZERO+'offload_optimizer.device':('offload_optimizer', _PLACES),
-    ZERO+'offload_param.device':('offload_params', _PLACES), PARAMS+'betas':('betas', None),
+    ZERO+'offload_param.device':('offload_params', _PLACES),
+    PARAMS+'betas':('betas', None),
     ZERO+'stage':('sharding', {0:'ddp', 1:'zero2', 2:'zero2', 3:'zero3'}),
     PARAMS+'weight_decay':('weight_decay', None)}
 
@@ -62,7 +63,8 @@ def batch_sizes(flat:dict, train_cfg:TrainConfig, world_size:int)->dict: # see `
         f'train_batch_size {total} is not {micro} (train_micro_batch_size_per_gpu) x {steps} '
         f'(gradient_accumulation_steps) x {world_size} (ranks) = {micro*steps*world_size}: '
         'change one of the four, or give auto for one of the first three')
-    return dict(batch_size=(micro, BATCH[1]), gradient_accumulation_steps=(steps, BATCH[2]))
+    return dict(batch_size=(micro, BATCH[1]),
+        gradient_accumulation_steps=(steps, BATCH[2]))
 
 # %% ../../nbs/46_training.deepspeed.ipynb #e5671857
 HALF = dict(bfloat16='bf16.enabled', float16='fp16.enabled')
@@ -70,7 +72,8 @@ HALF = dict(bfloat16='bf16.enabled', float16='fp16.enabled')
 def precision(flat:dict)->dict: # from `flatten`; field -> value and entry
     "Returns `dtype`, if the file says something about it."
     on = {kind:_take(flat, key, SWITCH) for kind,key in HALF.items()}
-    require(not all(on.values()), 'bf16.enabled and fp16.enabled are both true: choose one')
+    require(not all(on.values()),
+        'bf16.enabled and fp16.enabled are both true: choose one')
     if {*on.values()}=={None}: return {}
     for kind,key in HALF.items():
         if on[kind]: return dict(dtype=(kind, key))
@@ -91,7 +94,8 @@ def optimizer(flat:dict, train_cfg:TrainConfig)->dict: # see `flatten`; field ->
     return {} if lr is None else dict.fromkeys(train, (lr, PARAMS+'lr'))
 
 # %% ../../nbs/46_training.deepspeed.ipynb #3f3f1d8b
-ALWAYS = {f'zero_optimization.{n}' for n in ('allgather_partitions','overlap_comm','reduce_scatter',
+ALWAYS = {f'zero_optimization.{n}'
+    for n in ('allgather_partitions','overlap_comm','reduce_scatter',
     'contiguous_gradients')}
 
 def _leftovers(flat:dict)->list[str]: # what no translation has used
@@ -100,7 +104,8 @@ def _leftovers(flat:dict)->list[str]: # what no translation has used
     unused = (False,'auto',None)
     kinds = {'with zero2 and zero3 always so, nothing to set':always,
         'cannot be switched off':[key for key in always if flat[key] is False],
-        'no equivalent, left out':[key for key in flat if key not in ALWAYS and flat[key] not in unused]}
+        'no equivalent, left out':[key for key in flat if key not in ALWAYS
+            and flat[key] not in unused]}
     return [f"{what}: {', '.join(keys)}" for what,keys in kinds.items() if keys]
 
 # %% ../../nbs/46_training.deepspeed.ipynb #12682eb8

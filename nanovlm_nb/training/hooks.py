@@ -70,9 +70,11 @@ class BadUpdates(Hook):
         trainer.bad_in_a_row += 1
         data = update.before
         if data is not None: data = merge_states(trainer.dist.gather(data))
-        bad = dict(update=trainer.step, reason=trainer.refused, ids=update.ids(trainer.dist), data=data)
+        bad = dict(update=trainer.step, reason=trainer.refused,
+            ids=update.ids(trainer.dist), data=data)
         run_dir = trainer.log.run_dir
-        if trainer.writes: _write_bad_updates(run_dir, [*read_bad_updates(run_dir), bad])
+        if trainer.writes:
+            _write_bad_updates(run_dir, [*read_bad_updates(run_dir), bad])
         where = f'; its {update.samples} samples are in bad_updates.jsonl' if run_dir else ''
         trainer.log.info(f'update {trainer.step} is skipped: {trainer.refused}{where}')
 
@@ -167,11 +169,13 @@ class Meters(Hook):
             update.targets,
                             update.window_pairs, update.picture_pairs)
         figures['tokens_per_second'] = update.tokens/seconds
-        new:Any = dict(updates=1, samples=update.samples, flops=flops, tokens=update.tokens,
+        new:Any = dict(updates=1, samples=update.samples, flops=flops,
+            tokens=update.tokens,
             seconds=seconds)
         if trainer.refused is None:
             loss = figures['batch_loss']*update.targets
-            new |= dict(made=1, targets=update.targets, loss=loss, norm=figures['grad_norm'])
+            new |= dict(made=1, targets=update.targets, loss=loss,
+                norm=figures['grad_norm'])
         for sums in (self.sums,self.epoch): sums.update(new)
         if trainer.step%self.every==0:
             figures |= over_ranks(self.stats, trainer.dist)|self.report(trainer)
@@ -183,8 +187,10 @@ class Meters(Hook):
         memory = 0.
         if device.type=='cuda':
             memory = torch.cuda.max_memory_allocated(device)/1e9
-        clocks,memories = zip(*trainer.dist.gather((_spent(trainer.clock, self.since), memory)))
-        seconds = {name:sum(clock[name] for clock in clocks)/len(clocks) for name in Clock.names}
+        clocks,memories = zip(*trainer.dist.gather((_spent(trainer.clock, self.since),
+            memory)))
+        seconds = {name:sum(clock[name] for clock in clocks)/len(clocks)
+            for name in Clock.names}
         self.seconds.update(seconds)
         self.sums = Counter()
         total = sum(seconds.values())
@@ -206,7 +212,8 @@ class Meters(Hook):
         self.epoch = Counter()
         if not sums['seconds']: return
         seconds = sums['seconds']
-        figures = dict(epoch_tokens_per_second=sums['tokens']/seconds, epoch_duration=seconds)
+        figures = dict(epoch_tokens_per_second=sums['tokens']/seconds,
+            epoch_duration=seconds)
         if sums['targets']:
             figures = dict(epoch_loss=sums['loss']/sums['targets'])|figures
         trainer.log.log(figures, trainer.step)
@@ -245,7 +252,8 @@ class LeftOut(Hook):
         size = self.state['dropped']
         kept = dict(train=Drops(), val=Drops())
         if self.file: kept = self.file.cut(size*trainer.owned)
-        if trainer.checkpoint and not trainer.owned: kept = read_dropped(trainer.checkpoint.parent, size)
+        if trainer.checkpoint and not trainer.owned:
+            kept = read_dropped(trainer.checkpoint.parent, size)
         for split,before in self.state['drops'].items():
             kept[split].first.update(before['first'])
         return kept
@@ -262,8 +270,10 @@ class LeftOut(Hook):
     def state_dict(self)->dict: # JSON-able: `drops`, and `dropped`, the length of the file
         "Writes down what is new, and says what there is; every rank must call."
         drops = self.gather()
-        size = on_master(self.trainer.dist, lambda: self.file.add(drops) if self.file else 0)
-        known = {split:dict(counts=new.counts, first=new.first) for split,new in drops.items()}
+        size = on_master(self.trainer.dist,
+            lambda: self.file.add(drops) if self.file else 0)
+        known = {split:dict(counts=new.counts, first=new.first)
+            for split,new in drops.items()}
         return dict(drops=known, dropped=size)
 
     def load_state_dict(self, state:dict)->None:

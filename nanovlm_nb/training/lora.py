@@ -59,7 +59,8 @@ def add_adapters(
     from peft import LoraConfig,inject_adapter_in_model
     if alpha is None: alpha = 2.*rank
     names = _lora_layers(model, targets)
-    how:dict[str,Any] = dict(r=rank, lora_alpha=alpha, target_modules='|'.join(map(re.escape, names)))
+    how:dict[str,Any] = dict(r=rank, lora_alpha=alpha,
+        target_modules='|'.join(map(re.escape, names)))
     inject_adapter_in_model(LoraConfig(**how), model)
     model.lora_note = dict(rank=rank, alpha=alpha, targets=[*targets], base=base,
         new_parts=[*getattr(model, 'new_parts', ())], # train completely, and are saved with the adapters
@@ -230,7 +231,8 @@ def _plain_lora(folder):
 def _merge_peft(state, theirs, scale, cfg):
     "Adds peft's adapters to the matrices that they stand beside, and takes them out of `theirs`."
     for name in [k for k,w in state.items() if k.endswith('.weight') and w.ndim==2]:
-        pairs = [(theirs.pop(a, None), theirs.pop(b, None)) for a,b in _pairs(name, cfg)]
+        pairs = [(theirs.pop(a, None), theirs.pop(b, None))
+            for a,b in _pairs(name, cfg)]
         if all(b is None for _,b in pairs): continue
         parts = []
         for part,(a,b) in zip(state[name].float().chunk(len(pairs)), pairs):
@@ -251,6 +253,7 @@ def read_peft(folder:str|Path)->VisionLanguageModel: # of peft; merged, in eval 
     rank = config.r
     if config.use_rslora: rank = math.sqrt(rank)
     _merge_peft(state, theirs, config.lora_alpha/rank, cfg)
-    require(not theirs, f'{folder} has {next(iter(theirs), "")}, for which this model has no place: '
+    require(not theirs,
+        f'{folder} has {next(iter(theirs), "")}, for which this model has no place: '
         'was it made for the export of another one?')
     return _filled(VisionLanguageModel(cfg, load_backbone=False), state, folder, base)

@@ -47,7 +47,8 @@ def training_groups(model:nn.Module, train_cfg:TrainConfig)->list[dict]: # with 
             groups[name] = dict(name=name, params=[], lr=lr, max_lr=lr)
     for name,p in model.named_parameters():
         part = 'lora' if is_adapter(name) else name.partition('.')[0]
-        p.requires_grad_(part in groups and (last is None or part!='decoder' or p in last))
+        p.requires_grad_(part in groups
+            and (last is None or part!='decoder' or p in last))
         if p.requires_grad: groups[part]['params'].append(p)
     model.train()
     return [*groups.values()]
@@ -58,7 +59,8 @@ def adapter_sizes(model:nn.Module)->dict[str,int]: # components without adapters
     sizes_of = {}
     for part in COMPONENTS:
         if not hasattr(model, part): continue
-        sizes = [p.numel() for name,p in getattr(model, part).named_parameters() if is_adapter(name)]
+        sizes = [p.numel() for name,p in getattr(model, part).named_parameters()
+            if is_adapter(name)]
         if sizes: sizes_of[part] = sum(sizes)
     return sizes_of
 

@@ -90,7 +90,8 @@ def same_bits(kind:str='cpu', compiles:bool=False)->Iterator[None]: # of the dev
         f'with which cuBLAS may differ from run to run: unset it, or give {FIXED_SIZES[0]}')
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
     with ExitStack() as stack:
-        stack.callback(use, torch.are_deterministic_algorithms_enabled(), warn_only=warns)
+        stack.callback(use, torch.are_deterministic_algorithms_enabled(),
+            warn_only=warns)
         use(True)
         stack.enter_context(sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]))
         if workspace is None:

@@ -66,6 +66,7 @@ def get_schedule(schedule:str|Callable, # cosine, wsd, minimind, minimind_seed, 
     if callable(schedule): return schedule
     if ':' in schedule: return load_function(schedule, 'lr_schedule')
     ratios:Any = dict(warmup_ratio=warmup_ratio, min_lr_ratio=min_lr_ratio)
-    named:dict[str,Callable] = dict(cosine=partial(warmup_cosine, **ratios), wsd=partial(wsd, **ratios),
+    named:dict[str,Callable] = dict(cosine=partial(warmup_cosine, **ratios),
+        wsd=partial(wsd, **ratios),
         minimind=minimind_lr, minimind_seed=partial(minimind_lr, corrected=False))
     return named[schedule]

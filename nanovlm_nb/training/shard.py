@@ -79,7 +79,8 @@ def shard_model(model:nn.Module, dist:Dist, # `vision_encoder.blocks`, `MP`, `de
     def policy(dtype):
         return MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
     for unit in [*model.vision_encoder.blocks, model.MP, *model.decoder.blocks]:
-        fully_shard(unit, reshard_after_forward=sharding=='zero3', mp_policy=policy(dtype),
+        fully_shard(unit, reshard_after_forward=sharding=='zero3',
+            mp_policy=policy(dtype),
             **options)
     fully_shard(model, mp_policy=policy(torch.float32), **options)
     model.weights_stay = sharding=='zero2'
@@ -213,14 +214,17 @@ def load_full_weights(model:nn.Module, # any; all call
     places = {name for name in reshard(model).state_dict() if not is_computed(name)}
     wrong = sorted({*named}^places)
     require(not wrong, f"{_OTHER}: {', '.join(wrong[:5])} on one side only")
-    _fill_any(model, Tensors({name:partial(weights.__getitem__, name) for name in named}), this_rank())
+    _fill_any(model,
+        Tensors({name:partial(weights.__getitem__, name) for name in named}),
+        this_rank())
 
 # %% ../../nbs/47_training.shard.ipynb #42a10005
 def read_rest(model:nn.Module, dist:Dist)->nn.Module: # on its device, whole or in pieces; all call
     "Reads the weights that were left in their files, and returns the model."
     unread = getattr(model, 'unread', None) or Tensors({})
     model.unread = None
-    _fill_any(model, Tensors({name:make for name,make in unread.makers.items() if make}), dist)
+    _fill_any(model,
+        Tensors({name:make for name,make in unread.makers.items() if make}), dist)
     return model
 
 # %% ../../nbs/47_training.shard.ipynb #589efaae
@@ -296,7 +300,8 @@ def run_optimizer(model:nn.Module, train_cfg:TrainConfig, dist:Dist, # as it is 
 )->torch.optim.Optimizer: # whose groups have `name` and `max_lr`
     """Returns the optimizer of a run; what does not train is frozen.
     A UsageError if the user's cannot be had or does not fit."""
-    offloads = train_cfg.offload_optimizer and not (train_cfg.offload_params and dist.world_size>1)
+    offloads = train_cfg.offload_optimizer and not (train_cfg.offload_params
+        and dist.world_size>1)
     kind = OffloadedAdamW if offloads else torch.optim.AdamW
     if make is None: return make_optimizer(model, train_cfg, kind)
     require(not (train_cfg.offload_optimizer or train_cfg.offload_params),

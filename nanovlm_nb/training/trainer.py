@@ -170,7 +170,8 @@ def make_trainer(model:nn.Module, cfg:TrainConfig, # a `VisionLanguageModel`, an
     names = {g['name'] for g in made.param_groups}
     require(not isinstance(schedule, dict) or {*schedule}==names,
         f'schedule: give one for each of {names}')
-    rates:Any = schedule or get_schedule(cfg.lr_schedule, cfg.warmup_ratio, cfg.min_lr_ratio)
+    rates:Any = schedule or get_schedule(cfg.lr_schedule, cfg.warmup_ratio,
+        cfg.min_lr_ratio)
     length = cfg.length
     end:Any = length.updates(1)
     for at in (end-1, end//2, 0): # a mistake in the schedule costs no run
@@ -181,7 +182,8 @@ def make_trainer(model:nn.Module, cfg:TrainConfig, # a `VisionLanguageModel`, an
         held_out=as_loader(held_out), dist=dist, log=log, tokenizer=tokenizer,
         dtype=dtype, optimizer=made,
         trained=[*chain(*(group['params'] for group in made.param_groups))],
-        schedule=rates, scaler=torch.amp.GradScaler(dist.device.type, enabled=dtype==torch.float16),
+        schedule=rates,
+        scaler=torch.amp.GradScaler(dist.device.type, enabled=dtype==torch.float16),
         clock=clock, val_batch=cfg.batch_size*dist.world_size,
         feed=Feed(loader, dist, cfg.gradient_accumulation_steps, clock),
         saver=Saver(dist, cfg.async_save))
@@ -195,7 +197,8 @@ def inputs_of(trainer:Trainer, batch:Batch)->dict[str,Any]: # for the model
     layout = batch.get('layout')
     grids = grids_of(batch['images'])
     if layout is None or layout.slots is None or bool(grids)!=bool(layout.tiles):
-        layout = base.layout_of(ids, None, batch['labels'], batch['doc_lens'], batch['images'])
+        layout = base.layout_of(ids, None, batch['labels'], batch['doc_lens'],
+            batch['images'])
     # a cache of features reads pixels on the CPU
     images = stack_tiles(batch['images'], 'cpu' if base.features else device)
     return dict(input_ids=ids.to(device, non_blocking=True), images=images,
@@ -238,7 +241,8 @@ def _agree(trainer:Trainer, loss:float, norm:float)->float: # this rank's part; 
     total,refusals,signals = trainer.dist.reduce(
         [loss, float(bool(reason)), float(trainer.asked.is_set())])
     verdicts:Any = [(False,None)]
-    if refusals: verdicts = filter(None, trainer.dist.gather(reason and (overflow,reason)))
+    if refusals:
+        verdicts = filter(None, trainer.dist.gather(reason and (overflow,reason)))
     # a bad sample on one rank counts before an overflow on another
     trainer.overflow,trainer.refused = min(verdicts, key=lambda verdict: verdict[0])
     if signals: trainer.stop = trainer.stop or SIGNAL
@@ -276,7 +280,8 @@ def train_step(trainer:Trainer, update:Update)->Figures: # for the log
     if not trainer.base.training:
         trainer.model.train() # a hook or a judge has asked the model something
     place = length.place(trainer.step, trainer.samples, update.samples, trainer.planned)
-    lrs = set_lrs(trainer.optimizer, trainer.schedule, *place, alone=trainer.cfg.projector_steps)
+    lrs = set_lrs(trainer.optimizer, trainer.schedule, *place,
+        alone=trainer.cfg.projector_steps)
     with clock('forward_backward'): loss = accumulate(trainer, update)
     with clock('optimizer'):
         scaler.unscale_(trainer.optimizer)
@@ -414,7 +419,8 @@ def over_validation(trainer:Trainer, look:Callable[[Batch,dict],Any])->list|None
 def validation_loss(trainer:Trainer)->float|None: # None: there is no target, or the run is stopped
     "Returns the mean loss of the held-out targets of all ranks."
     def look(batch, inputs):
-        return trainer.base(**inputs, reduction='sum')[1],sum(map(sum, batch['n_targets']))
+        return trainer.base(**inputs, reduction='sum')[1],sum(map(sum,
+            batch['n_targets']))
     results = over_validation(trainer, look)
     if results is None: return None
     losses = [loss for loss,_ in results]
@@ -468,7 +474,8 @@ class Validate(Hook):
             trainer.best_val_loss = figures[name]
             trainer.best_step = trainer.step
         if trainer.best_step:
-            figures |= {f'best_{name}':trainer.best_val_loss, 'best_step':trainer.best_step}
+            figures |= {f'best_{name}':trainer.best_val_loss,
+                'best_step':trainer.best_step}
         return is_best
 
     def after_update(self, trainer:Trainer, figures:Figures)->None:
@@ -528,7 +535,8 @@ def _stateful_hooks(trainer:Trainer)->dict[str,Any]: # by the name of their clas
 def _saved_state(name:str, hook:Stateful)->dict[str,Any]: # a copy, for the run continues
     "Returns what a hook remembers; a UsageError if it is neither tensors nor what JSON can hold."
     state = hook.state_dict()
-    tensors = {k:w.detach().to('cpu', copy=True) for k,w in state.items() if isinstance(w, Tensor)}
+    tensors = {k:w.detach().to('cpu', copy=True) for k,w in state.items()
+        if isinstance(w, Tensor)}
     plain = {name:value for name,value in state.items() if name not in tensors}
     try: return json.loads(json.dumps(plain))|tensors
     except (TypeError, ValueError) as e:
@@ -548,7 +556,8 @@ def state_dict(trainer:Trainer)->dict[str,Any]: # JSON-able but for tensors of h
         precision=str(trainer.dtype), scaler=trainer.scaler.state_dict(),
         log=trainer.log.position,
         world_size=trainer.dist.world_size,
-        hooks={name:_saved_state(name, hook) for name,hook in _stateful_hooks(trainer).items()})
+        hooks={name:_saved_state(name, hook)
+            for name,hook in _stateful_hooks(trainer).items()})
 
 # %% ../../nbs/49_training.trainer.ipynb #abb654a7
 def save(trainer:Trainer, then:Callable=str)->None: # `then(path)` when it is complete; every rank must call
@@ -560,7 +569,8 @@ def save(trainer:Trainer, then:Callable=str)->None: # `then(path)` when it is co
         prune(path.parent, trainer.cfg.max_keep_ckpts)
     trainer.log.info(f'update {trainer.step}: checkpoint step_{trainer.step}')
     with trainer.clock('checkpoint'):
-        trainer.saver.save(trainer.base, trainer.log.run_dir, trainer.step, trainer.tokenizer,
+        trainer.saver.save(trainer.base, trainer.log.run_dir, trainer.step,
+            trainer.tokenizer,
             state_dict(trainer), trainer.optimizer, complete)
     trainer.saved = trainer.step
 
@@ -610,7 +620,8 @@ def _load_weights(trainer:Trainer, checkpoint:Path, state:dict, force:bool)->Non
     if force and training_parts(state['configs']['train'])!=training_parts(asdict(trainer.cfg)):
         trainer.log.info('other parts train than before: the optimizer begins anew')
     else:
-        load_optimizer(checkpoint/'optimizer', trainer.base, trainer.optimizer, trainer.dist)
+        load_optimizer(checkpoint/'optimizer', trainer.base, trainer.optimizer,
+            trainer.dist)
     trainer.scaler.load_state_dict(state['scaler'])
     before = state['precision']
     now = str(trainer.dtype)

@@ -39,7 +39,8 @@ class Update:
 
     def ids(self, dist:Dist=Dist())->list[str]: # every rank must call
         "Returns the sample ids of all ranks in their global order."
-        of_ranks = dist.gather([[*chain(*batch['ids'])] for batch in self.micro_batches])
+        of_ranks = dist.gather([[*chain(*batch['ids'])]
+            for batch in self.micro_batches])
         return [*chain(*chain(*zip(*of_ranks)))] # zip: the micro-batches of one place
 
 # %% ../../nbs/45_training.update.ipynb #906eff2f
@@ -51,8 +52,10 @@ def tally(batch:Batch)->dict[str,int]: # by name
     places = layout and layout.tiles
     windows:Any = places.windows.doc_lens if places else ()
     pictures:Any = places.pictures.doc_lens if places else ()
-    return dict(samples=sum(map(len, batch['ids'])), targets=targets, filled=int(targets>0),
-        tokens=sum(map(sum, batch['doc_lens'])), positions=batch['attention_mask'].numel(),
+    return dict(samples=sum(map(len, batch['ids'])), targets=targets,
+        filled=int(targets>0),
+        tokens=sum(map(sum, batch['doc_lens'])),
+        positions=batch['attention_mask'].numel(),
         packs=len(batch['ids']), images=len(images),
         tiles=sum(picture.shape[:-3].numel() for picture in images),
         pairs=pairs(batch['doc_lens']), window_pairs=pairs(windows),

@@ -81,7 +81,8 @@ def _labels_of(ds:datasets.Dataset)->list: # a row's label: a name, or a number 
     values = ds.select_columns([column])[column][:]
     names = getattr(ds.features[column], 'names', None)
     for row,value in enumerate(values):
-        require(isinstance(value, (str, int)) and (not names or value in range(len(names))),
+        require(isinstance(value, (str, int))
+            and (not names or value in range(len(names))),
             f'row {row} has the label {value!r}: a label is a text or a whole number, '
             'remove what has no label')
     if not names: return values
@@ -89,15 +90,18 @@ def _labels_of(ds:datasets.Dataset)->list: # a row's label: a name, or a number 
 
 # %% ../../nbs/81_uses.classify.ipynb #08d4f061
 def _labelled(rows, names): # rows: picture and number of its class
-    features = datasets.Features(dict(image=datasets.Image(), label=datasets.ClassLabel(names=names)))
+    features = datasets.Features(dict(image=datasets.Image(),
+        label=datasets.ClassLabel(names=names)))
     return datasets.Dataset.from_list(rows, features=features)
 
 # %% ../../nbs/81_uses.classify.ipynb #59722c71
 def digits_splits(side:int=64, # pixels; there are 8 x 8 in each picture
 )->dict[str,datasets.Dataset]: # 'train' 1,297 and 'test' 500 pictures
     "scikit-learn's handwritten digits in the order in which they are kept there."
-    rows = [dict(image=image.resize((side,side)), label=digit) for image,digit in digit_pictures()]
-    return _labelled(rows, [str(i) for i in range(10)]).train_test_split(test_size=500, shuffle=False)
+    rows = [dict(image=image.resize((side,side)), label=digit)
+        for image,digit in digit_pictures()]
+    return _labelled(rows, [str(i) for i in range(10)]).train_test_split(test_size=500,
+        shuffle=False)
 
 # %% ../../nbs/81_uses.classify.ipynb #80aa0008
 def shapes_splits(sizes:tuple[int,int]=(1000,400), # pictures for training, for testing
@@ -110,7 +114,8 @@ def shapes_splits(sizes:tuple[int,int]=(1000,400), # pictures for training, for 
         while len(rows)<n:
             scene = make_scene('one', rng)
             if held_out(scene)==(split=='test') and scene.things[0].shape==SHAPES[len(rows)%len(SHAPES)]:
-                rows.append(dict(image=draw_scene(scene, rng), label=len(rows)%len(SHAPES)))
+                rows.append(dict(image=draw_scene(scene, rng),
+                    label=len(rows)%len(SHAPES)))
         splits[split] = _labelled(rows, list(SHAPES))
     return splits
 
@@ -123,7 +128,8 @@ def load_splits(
     "Returns all splits of a data set."
     if str(path) in BUILT_IN: return BUILT_IN[str(path)]()
     folder = Path(path)
-    require(not folder.is_file(), f'data set {path} is a file: give a folder with one for each class')
+    require(not folder.is_file(),
+        f'data set {path} is a file: give a folder with one for each class')
     saved = (folder/'state.json').exists() or (folder/'dataset_dict.json').exists()
     try:
         if not folder.is_dir(): check_hub_name(path)
@@ -144,7 +150,8 @@ def split_pair(splits:dict[str,datasets.Dataset], # from `load_splits`
     for test in TEST_SPLITS:
         if test in splits: return {'train':splits['train'], test:splits[test]}
     count = len(splits['train'])
-    require(0<val_share*count<=count-1, f'val_share {val_share} of {count} pictures leaves '
+    require(0<val_share*count<=count-1,
+        f'val_share {val_share} of {count} pictures leaves '
         'none for training or for evaluation: give another share, or more pictures')
     parts = splits['train'].train_test_split(test_size=val_share, seed=seed)
     return dict(train=parts['train'], held=parts['test'])
@@ -174,7 +181,8 @@ class _ClassRows(ConcatDataset):
     "Rows of several data sets, one data set after the other."
     def __init__(self, splits:dict[tuple[str,str],datasets.Dataset], # (data set, split) -> its rows
         names:list[str]): # of all classes
-        require(any(map(len, splits.values())), f'no rows in {[name for name,_ in splits]}')
+        require(any(map(len, splits.values())),
+            f'no rows in {[name for name,_ in splits]}')
         super().__init__([*map(_undecoded, splits.values())])
         number = {name:place for place,name in enumerate(names)}
         self.sizes = {}
@@ -188,18 +196,21 @@ class _ClassRows(ConcatDataset):
         [pictures] = super().__getitem__(i).values()
         if not isinstance(pictures, list): pictures = [pictures]
         (source,row_id,label) = self.notes[i]
-        return dict(images=pictures, label=label, source=source, row_id=row_id, texts=[])
+        return dict(images=pictures, label=label, source=source, row_id=row_id,
+            texts=[])
 
     def pictures(self)->Iterator[dict]: # each for `open_header`
         "Yields all pictures, encoded, three times as fast as row by row."
-        for batch in chain.from_iterable(ds.with_format('arrow').iter(64) for ds in self.datasets):
+        for batch in chain.from_iterable(ds.with_format('arrow').iter(64)
+            for ds in self.datasets):
             for kept in batch.column(0).to_pylist():
                 yield from kept if isinstance(kept, list) else [kept]
 
     def answers(self)->dict[str,tuple[int,str,int]]: # id of a row -> its number, its data set, its class
         "Returns what is right, without a look at the pictures."
         notes = enumerate(self.notes)
-        return {f'{name}/{row_id}':(place, name, label) for place,(name,row_id,label) in notes}
+        return {f'{name}/{row_id}':(place, name, label)
+            for place,(name,row_id,label) in notes}
 
 # %% ../../nbs/81_uses.classify.ipynb #80ab0007
 class _ClassData(NamedTuple):
@@ -271,14 +282,16 @@ class _ClassSamples(VQADataset):
 
     def _first_plan(self, row):
         "The plan of a row, up to the token that follows what the head reads."
-        plan = super().plan_row(row|dict(texts=[dict(user=self.cfg.class_prompt, assistant='?')]))
+        plan = super().plan_row(row|dict(texts=[dict(user=self.cfg.class_prompt,
+            assistant='?')]))
         end = int((plan.labels!=IGNORE).argmax())+2
         return replace(plan, ids=plan.ids[:end], tokens=plan.tokens-len(plan.ids)+end)
 
     def prompt(self, picture)->tuple[list[int],list[Tensor]]: # what `open_header` takes
         "Returns what the model reads before it decides: token ids up to the answer position, tiles."
         try: sample = self.load_row(dict(id='picture', images=[picture], label=0))
-        except Dropped as e: raise UsageError(f'{picture!r:.99} cannot be read: {e.detail}') from e
+        except Dropped as e:
+            raise UsageError(f'{picture!r:.99} cannot be read: {e.detail}') from e
         return sample['input_ids'][:-1].tolist(),sample['images']
 
     def longest(self, pictures:Iterable)->int: # what `open_header` takes; tokens
@@ -286,7 +299,8 @@ class _ClassSamples(VQADataset):
         lengths = set()
         error = 'there is none'
         for picture in pictures:
-            try: lengths.add(self.plan_row(dict(id='', images=[picture], label=0)).tokens)
+            try:
+                lengths.add(self.plan_row(dict(id='', images=[picture], label=0)).tokens)
             except Dropped as e: error = e.detail
         require(lengths, f'no picture can be read; the last one: {error}')
         return max(lengths)
@@ -342,7 +356,8 @@ def make_classifier(cfg:ClassConfig,
     "Returns a classifier to train."
     if resuming: return followed(partial(VLMClassifier, cfg)).train()
     path = train_cfg.load_from
-    if not path: return VLMClassifier(cfg, cfg.vlm_load_backbone_weights, read=read).train()
+    if not path:
+        return VLMClassifier(cfg, cfg.vlm_load_backbone_weights, read=read).train()
     model = VLMClassifier(cfg, held=COMPONENTS)
     known = _has_classes(resolve_checkpoint(path))
     begun = (VLMClassifier if known else VisionLanguageModel).from_pretrained(path,
@@ -372,11 +387,13 @@ def _confusion(judged:Iterable[_Judged], n:int)->np.ndarray: # (n, n)
 # %% ../../nbs/81_uses.classify.ipynb #b3cb2403
 def _metrics_of(judged:list[_Judged])->dict[str,float]: # at least one
     "Returns `eval/{dataset}_accuracy` of each data set, and `eval/overall_` accuracy and loss."
-    require(judged, 'no picture was evaluated: is the evaluation split empty, or were all pictures dropped?')
+    require(judged,
+        'no picture was evaluated: is the evaluation split empty, or were all pictures dropped?')
     by_dataset:dict[str,list[bool]] = {}
     for row in judged:
         by_dataset.setdefault(row.dataset, []).append(row.label==row.predicted)
-    figures = {f'eval/{name}_accuracy':sum(right)/len(right) for name,right in by_dataset.items()}
+    figures = {f'eval/{name}_accuracy':sum(right)/len(right)
+        for name,right in by_dataset.items()}
     figures['eval/overall_accuracy'] = sum(map(sum, by_dataset.values()))/len(judged)
     figures['eval/overall_loss'] = sum(row.loss for row in judged)/len(judged)
     return figures
@@ -421,7 +438,8 @@ class ValidateClasses(Validate):
         judged = []
         for row_id,of_row in zip(chain.from_iterable(batch['ids']), scores):
             place,dataset,label = self.labels[row_id]
-            judged.append(_Judged(place, dataset, label, int(of_row.argmax()), -float(of_row[label])))
+            judged.append(_Judged(place, dataset, label, int(of_row.argmax()),
+                -float(of_row[label])))
         return judged
 
     def measure(self, trainer:Trainer)->dict[str,float]|None: # every rank calls; None: stopped, or no picture
@@ -443,7 +461,8 @@ class ValidateClasses(Validate):
         if not trainer.step: return False
         better = first or accuracy>self.best['best_overall_accuracy']
         if better:
-            self.best = dict(best_overall_accuracy=accuracy, best_model_step=trainer.step)
+            self.best = dict(best_overall_accuracy=accuracy,
+                best_model_step=trainer.step)
         found |= self.best|dict(best_step=self.best['best_model_step'])
         if better and trainer.dist.is_master:
             names = trainer.base.cfg.class_names
@@ -455,7 +474,8 @@ class ValidateClasses(Validate):
     def after_update(self, trainer:Trainer, figures:dict[str,float])->None:
         "Brings the links up to date when there is a checkpoint."
         super().after_update(trainer, figures)
-        if trainer.saved==trainer.step and trainer.dist.is_master: _lay_out(trainer.log.run_dir)
+        if trainer.saved==trainer.step and trainer.dist.is_master:
+            _lay_out(trainer.log.run_dir)
 
     @property
     def findings(self)->list[str]: # for the page of the run
@@ -486,8 +506,10 @@ def _links(folder, wanted):
 # %% ../../nbs/81_uses.classify.ipynb #f87fbdf0
 def _lay_out(run_dir:Path)->None:
     "Brings `logs/` and `checkpoints/` of a run up to date."
-    _links(run_dir/'logs', {name:f'../{name}' for name in LOGS if (run_dir/name).exists()})
-    _links(run_dir/'checkpoints', {f'checkpoint-{p.name[5:]}':f'../{p.name}' for p in checkpoints(run_dir)})
+    _links(run_dir/'logs',
+        {name:f'../{name}' for name in LOGS if (run_dir/name).exists()})
+    _links(run_dir/'checkpoints',
+        {f'checkpoint-{p.name[5:]}':f'../{p.name}' for p in checkpoints(run_dir)})
 
 # %% ../../nbs/81_uses.classify.ipynb #6d344855
 @dataclass
@@ -551,7 +573,8 @@ def sorted_in(sections:dict, where:str='the settings')->dict[str,Any]: # section
         key = GUIDE.get(written, written)
         check_known([key], place_of, f'key in {where}')
         if key!=written: translations.append(f'{written} in {where} is {key} here')
-        require(key not in place_of[key], f'{where} gives {key} twice, once as {written}: leave one out')
+        require(key not in place_of[key],
+            f'{where} gives {key} twice, once as {written}: leave one out')
         place_of[key][key] = value
     return own|dict(vlm=vlm, train=train, translations=translations)
 
@@ -572,12 +595,14 @@ class Settings(_Keys):
     def load(cls, path:str|Path)->'Settings': # a YAML file
         "Returns the settings in a file, its defaults filled in."
         with user_path():
-            return cls(**sorted_in(read_sections(path, f'write {", ".join(SECTIONS)}'), str(path)))
+            return cls(**sorted_in(read_sections(path, f'write {", ".join(SECTIONS)}'),
+                str(path)))
 
     def save(self, path:str|Path)->None:
         "Writes a file with all values, but where a start resumed: the next must not go back to there."
         values = vars(self)
-        sections = {section:{name:values[name] for name in names} for section,names in SECTIONS.items()}
+        sections = {section:{name:values[name] for name in names}
+            for section,names in SECTIONS.items()}
         resumed = {'resume','load_from'} if self.train.get('resume') else ()
         sections['model'] |= self.vlm
         sections['training'] |= {k:v for k,v in self.train.items() if k not in resumed}
@@ -592,7 +617,8 @@ def _start(settings):
     if name in PRESETS: return evolve(preset(name)[0], **settings.vlm),None,None
     resumed = None
     if settings.train.get('resume'):
-        run_dir = run_path(settings.output_dir, **dict(run_name=settings.run_name)|settings.train)
+        run_dir = run_path(settings.output_dir,
+            **dict(run_name=settings.run_name)|settings.train)
         if run_dir: resumed = last_checkpoint(run_dir)
     if resumed:
         folder = resumed
@@ -606,7 +632,8 @@ def _start(settings):
         folder = resolve_checkpoint(find_checkpoint(name))
         saved = checkpoint_config(folder, ClassConfig if _has_classes(folder) else VLMConfig).to_dict()
         saved['lm_tokenizer'] = find_tokenizer(folder, saved['lm_tokenizer'])
-    of_model = {field:value for field,value in saved.items() if not field.startswith('class_')}
+    of_model = {field:value for field,value in saved.items()
+        if not field.startswith('class_')}
     cfg = evolve(VLMConfig.from_dict(of_model), **settings.vlm)
     return cfg,None if resumed else str(folder),folder
 
@@ -622,7 +649,8 @@ _SAME = dict(lr_backbones='learning_rate', batch_size='batch_size',
     log_wandb='use_wandb', wandb_project='project') # field of `TrainConfig` -> key
 _ALWAYS:dict[str,Any] = dict(train_dataset_path='labels', stream_dataset=False,
     val_size=0,
-    max_images_per_example=1, max_images_per_knapsack=1, ask_samples=0, use_lmms_eval=False,
+    max_images_per_example=1, max_images_per_knapsack=1, ask_samples=0,
+    use_lmms_eval=False,
     wandb_entity=None)
 
 # %% ../../nbs/81_uses.classify.ipynb #81aa0012
@@ -657,7 +685,8 @@ def configs_of(settings:Settings, data:_ClassData, world_size:int=1)->tuple[Clas
     base,weights,folder = _start(settings)
     cfg = _as_classifier(base, data.names, class_prompt=settings.prompt,
         vlm_checkpoint_path=settings.output_dir, hf_repo_name=None,
-        attn_backend=base.attn_backend if settings.memory_efficient_attention else 'explicit')
+        attn_backend=base.attn_backend
+        if settings.memory_efficient_attention else 'explicit')
     source = cfg.lm_tokenizer
     if folder: source = find_tokenizer(folder, source)
     tokenizer = load_tokenizer(evolve(cfg, lm_tokenizer=source))
@@ -684,14 +713,16 @@ class _ClassHook(Hook):
         if trainer.dist.is_master: settings.save(log.run_dir/CLASSIFY)
         for line in settings.translations: log.info(line)
         counts = self.data.train.sizes|self.data.val.sizes
-        sizes = ', '.join(f'{name} {count} {split}' for (name,split),count in counts.items())
+        sizes = ', '.join(f'{name} {count} {split}'
+            for (name,split),count in counts.items())
         log.info(f'{len(self.data.names)} classes; {sizes}; {trainer.cfg.num_workers} workers for training '
             f'(asked for {settings.dataloader_num_workers})')
         log.info('training, speed and memory are reported together, '
             f'every {settings.report_freq} updates')
         length = trainer.total_steps or settings.warmup_steps+1
         warmup = _warmup_steps(settings, length)
-        if warmup<settings.warmup_steps: log.info(f'warmup_steps {settings.warmup_steps}, but the run has '
+        if warmup<settings.warmup_steps:
+            log.info(f'warmup_steps {settings.warmup_steps}, but the run has '
             f'{length} updates: the learning rate rises in {warmup} of them')
 
 # %% ../../nbs/81_uses.classify.ipynb #81ab0008
@@ -711,7 +742,8 @@ def _check_run(settings:Settings, train_cfg:TrainConfig)->None: # with what a De
     "Raises a UsageError where the pieces do not go together."
     wanted = settings.batch_size,settings.gradient_accumulation_steps
     now = train_cfg.batch_size,train_cfg.gradient_accumulation_steps
-    require(wanted==now, f'batch_size x gradient_accumulation_steps is {wanted[0]} x {wanted[1]} in the '
+    require(wanted==now,
+        f'batch_size x gradient_accumulation_steps is {wanted[0]} x {wanted[1]} in the '
         f'section training, but {now[0]} x {now[1]} in the DeepSpeed file, and updates were counted '
         'with the former: write the same numbers')
 
@@ -724,10 +756,12 @@ def _class_parts(settings:Settings, data:_ClassData, train_cfg:TrainConfig)->dic
             source = MapSource(rows, train_cfg.seed, shuffle=shuffle)
             samples = _ClassSamples(cfg, tokenizer, transforms)
             return pack_loader(source, samples, cfg, train_cfg, dist, shuffle, workers)
-        return [loader(data.train, transforms_of(train_cfg), True, train_cfg.num_workers),
+        return [loader(data.train, transforms_of(train_cfg), True,
+            train_cfg.num_workers),
             loader(data.val, (), False, train_cfg.val_workers)]
     hooks = [_ClassHook(settings, data), ValidateClasses(train_cfg.eval_interval)]
-    return dict(model=partial(make_classifier, read=False), loaders=loaders, hooks=hooks)
+    return dict(model=partial(make_classifier, read=False), loaders=loaders,
+        hooks=hooks)
 
 # %% ../../nbs/81_uses.classify.ipynb #81aa0008
 def classify_on(settings:Settings, dist:Dist,
@@ -773,7 +807,8 @@ def _asked_settings(config:str|None, given:dict[str,Any], # a file; fields of `_
         'hub, digits or shapes')
     trusted = {name:value for name,value in trusted.items() if value}
     if config:
-        check_trust(config, dict(wandb_project=settings.project)|settings.train, trusted)
+        check_trust(config, dict(wandb_project=settings.project)|settings.train,
+            trusted)
     given = {name:value for name,value in given.items() if value}
     return replace(settings, train=settings.train|trusted, **given)
 
@@ -785,7 +820,8 @@ def classify(config:str|None=None, model:str|None=None, # YAML file; in place of
     given = dict(name=model, datasets=datasets, run_name=run_name)
     settings = _asked_settings(config, given, trusted)
     if resume_from: settings = _with_resume(settings, resume_from)
-    with process_group(settings.train.get('timeout_s', TrainConfig.timeout_s)) as (dist,stop):
+    with process_group(settings.train.get('timeout_s', TrainConfig.timeout_s)) as (dist,
+        stop):
         run_dir = classify_on(settings, dist, stop, config)
     return exit_code(run_dir)
 

@@ -39,8 +39,10 @@ HAIR = 2**-24 # what a black pixel becomes
 
 def _picture_rules(cfg:VLMConfig)->dict: # reads sizes of pictures and tiles, `pixel_mean`, `pixel_std`
     "Returns the contents of preprocessor_config.json: what transformers does to a picture."
-    means,stds = (3*values if len(values)==1 else values for values in (cfg.pixel_mean,cfg.pixel_std))
-    rules = dict(do_convert_rgb=True, do_resize=True, do_rescale=True, rescale_factor=1/255,
+    means,stds = (3*values if len(values)==1 else values
+        for values in (cfg.pixel_mean,cfg.pixel_std))
+    rules = dict(do_convert_rgb=True, do_resize=True, do_rescale=True,
+        rescale_factor=1/255,
         do_normalize=True, image_std=[*stds])
     if cfg.native:
         limits = dict(min_pixels=cfg.min_pixels, max_pixels=cfg.max_pixels) # as transformers 4 reads them
@@ -53,7 +55,8 @@ def _picture_rules(cfg:VLMConfig)->dict: # reads sizes of pictures and tiles, `p
     return rules|dict(image_processor_type='Idefics3ImageProcessor',
         processor_class='Idefics3Processor',
         size=dict(longest_edge=cfg.max_img_size), resample=1, do_image_splitting=True,
-        max_image_size=dict(longest_edge=cfg.vit_img_size), image_mean=means, do_pad=True)
+        max_image_size=dict(longest_edge=cfg.vit_img_size), image_mean=means,
+        do_pad=True)
 
 # %% ../../nbs/80_uses.export.ipynb #a835ae79
 AS_TEXT = (
@@ -76,7 +79,8 @@ def _template(cfg:VLMConfig, tokenizer:PreTrainedTokenizerBase)->str: # whose ow
 # %% ../../nbs/80_uses.export.ipynb #61584279
 def save_json(path:Path, values:dict)->None:
     "Writes a file of settings."
-    path.write_text(json.dumps(values, indent=2, ensure_ascii=False)+'\n', encoding='utf-8')
+    path.write_text(json.dumps(values, indent=2, ensure_ascii=False)+'\n',
+        encoding='utf-8')
 
 # %% ../../nbs/80_uses.export.ipynb #80a00001
 NO_PROCESSOR = ('It has no processor: its prompts follow the convention of nanoVLM, which transformers '
@@ -104,7 +108,8 @@ def write_form(model:VisionLanguageModel, folder:Path, kind:str)->None: # in `WH
     cfg = model.cfg
     tokenizer = copy.deepcopy(model.tokenizer)
     config,_ = to_qwen({}, cfg) if kind=='qwen2_5_vl' else to_smolvlm({}, cfg, kind)
-    ends = {f'{name}_token_id':getattr(tokenizer, f'{name}_token_id') for name in ('eos','pad','bos')}
+    ends = {f'{name}_token_id':getattr(tokenizer, f'{name}_token_id')
+        for name in ('eos','pad','bos')}
     tokenizer.chat_template = _template(cfg, tokenizer)
     save_tokenizer(tokenizer, folder)
     save_json(folder/'config.json', config|dict(text_config=config['text_config']|ends))
@@ -116,7 +121,8 @@ def write_form(model:VisionLanguageModel, folder:Path, kind:str)->None: # in `WH
     if not whole: return
     save_json(folder/'preprocessor_config.json', _picture_rules(cfg))
     if not cfg.native: save_json(folder/'processor_config.json',
-              dict(processor_class='Idefics3Processor', image_seq_len=cfg.mp_image_token_length))
+              dict(processor_class='Idefics3Processor',
+                  image_seq_len=cfg.mp_image_token_length))
 
 # %% ../../nbs/80_uses.export.ipynb #67e67e56
 def export_smolvlm(model:VisionLanguageModel, folder:str|Path, kind:str='smolvlm')->None: # or idefics3
@@ -143,7 +149,8 @@ def open_model(name:str|Path, kind:str='nanovlm')->VisionLanguageModel: # format
     elif cfg.native and kind!='nanovlm': to_smolvlm({}, cfg) # likewise
     if kind!='peft': return VisionLanguageModel.from_pretrained(name)
     folder = Path(find_checkpoint(name))
-    require((folder/LORA_NOTE).is_file(), 'it holds no adapters: format peft is for a run with lora_rank')
+    require((folder/LORA_NOTE).is_file(),
+        'it holds no adapters: format peft is for a run with lora_rank')
     check_files(folder)
     return read_adapted(folder)
 
@@ -151,7 +158,8 @@ def open_model(name:str|Path, kind:str='nanovlm')->VisionLanguageModel: # format
 def need(extra:str, *packages:str)->None: # of this package
     "Raises a UsageError about a package that is not installed."
     for package in packages:
-        require(find_spec(package), f'{package} is missing: pip install nanovlm_nb[{extra}]')
+        require(find_spec(package),
+            f'{package} is missing: pip install nanovlm_nb[{extra}]')
 
 # %% ../../nbs/80_uses.export.ipynb #85a0000a
 _QWEN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
@@ -173,7 +181,8 @@ def pre_tokenizer(parts:dict)->str|None: # of a tokenizer, as in tokenizer.json;
     steps = [dict(step) for step in pre.get('pretokenizers', [pre])]
     for step in steps: step.pop('trim_offsets', None)
     normalizer = parts['normalizer'] or dict(type='NFC')
-    if model['type']!='BPE' or not model['merges'] or normalizer['type']!='NFC': return None
+    if model['type']!='BPE' or not model['merges'] or normalizer['type']!='NFC':
+        return None
     if model.get('dropout') or model.get('ignore_merges'): return None
     return next((name for name,rule in PRE_TOKENIZERS.items() if rule==steps), None)
 
@@ -189,8 +198,10 @@ def _vocabulary(tokenizer:PreTrainedTokenizerBase, rows:int, # of the embedding 
         texts[number] = token
         kinds[number] = int(TokenType.NORMAL)
     for token in parts['added_tokens']:
-        kinds[token['id']] = int(TokenType.CONTROL if token['special'] else TokenType.USER_DEFINED)
-    merges = [pair if isinstance(pair, str) else ' '.join(pair) for pair in parts['model']['merges']]
+        kinds[token['id']] = int(TokenType.CONTROL
+            if token['special'] else TokenType.USER_DEFINED)
+    merges = [pair if isinstance(pair, str) else ' '.join(pair)
+        for pair in parts['model']['merges']]
     pre = pre_tokenizer(parts)
     require(pre, 'llama.cpp is not told of tokenizers of this kind here: '
         f'it can be BPE with the pre-tokenizer of {", ".join(PRE_TOKENIZERS)}')
@@ -198,7 +209,8 @@ def _vocabulary(tokenizer:PreTrainedTokenizerBase, rows:int, # of the embedding 
         add_bos_token=False, add_eos_token=False, bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id, unknown_token_id=tokenizer.unk_token_id,
         padding_token_id=tokenizer.pad_token_id)
-    return {f'tokenizer.ggml.{key}':value for key,value in values.items() if value is not None}
+    return {f'tokenizer.ggml.{key}':value for key,value in values.items()
+        if value is not None}
 
 # %% ../../nbs/80_uses.export.ipynb #85a00010
 LANGUAGE_NAMES = Family('', '', {
@@ -256,11 +268,13 @@ def _language_settings(cfg:VLMConfig)->dict[str,Any]: # key -> value
         'embedding_length':cfg.lm_hidden_dim,
         'block_count':cfg.lm_n_blocks, 'feed_forward_length':cfg.lm_inter_dim,
         'vocab_size':cfg.lm_vocab_size,
-        'attention.head_count':cfg.lm_n_heads, 'attention.head_count_kv':cfg.lm_n_kv_heads,
+        'attention.head_count':cfg.lm_n_heads,
+        'attention.head_count_kv':cfg.lm_n_kv_heads,
         'attention.key_length':width, 'attention.value_length':width,
         'attention.layer_norm_rms_epsilon':cfg.lm_rms_eps,
         'rope.dimension_count':width, 'rope.freq_base':float(cfg.lm_re_base)}
-    return {'general.architecture':kind, 'general.type':'model'}|{f'{kind}.{k}':v for k,v in sizes.items()}
+    return {'general.architecture':kind, 'general.type':'model'}|{f'{kind}.{k}':v
+        for k,v in sizes.items()}
 
 # %% ../../nbs/80_uses.export.ipynb #85ab0003
 # activations that llama.cpp's towers have
@@ -272,13 +286,16 @@ def _vision_settings(cfg:VLMConfig)->dict[str,Any]: # key -> value
     sizes = {'image_size':cfg.vit_img_size, 'patch_size':cfg.vit_patch_size,
         'preproc_image_size':cfg.max_img_size, 'embedding_length':cfg.vit_hidden_dim,
         'feed_forward_length':cfg.vit_inter_dim, 'block_count':cfg.vit_n_blocks,
-        'projection_dim':cfg.lm_hidden_dim, 'projector.scale_factor':cfg.mp_pixel_shuffle_factor,
-        'attention.head_count':cfg.vit_n_heads, 'attention.layer_norm_epsilon':cfg.vit_ln_eps,
+        'projection_dim':cfg.lm_hidden_dim,
+        'projector.scale_factor':cfg.mp_pixel_shuffle_factor,
+        'attention.head_count':cfg.vit_n_heads,
+        'attention.layer_norm_epsilon':cfg.vit_ln_eps,
         'image_mean':[float(m) for m in means], 'image_std':[float(s) for s in stds]}
     kind = {'general.architecture':'clip', 'general.type':'mmproj',
         'clip.has_vision_encoder':True,
             'clip.projector_type':'idefics3'}
-    return kind|_ACTIVATION_KEYS[cfg.vit_activation]|{f'clip.vision.{k}':v for k,v in sizes.items()}
+    return kind|_ACTIVATION_KEYS[cfg.vit_activation]|{f'clip.vision.{k}':v
+        for k,v in sizes.items()}
 
 # %% ../../nbs/80_uses.export.ipynb #85a00019
 _WHOLE = (_PLACES,'v.patch_embd.weight') # f32 in every file
@@ -307,14 +324,16 @@ def _check_carried(cfg:VLMConfig, tokenizer:PreTrainedTokenizerBase, # of a mode
 )->None: # raises unless llama.cpp can do the same
     "Raises a UsageError where llama.cpp would show a model something else than it learned."
     to_smolvlm({}, cfg)
-    require(cfg.image_convention=='smolvlm', f'image_convention is {cfg.image_convention}, but llama.cpp '
+    require(cfg.image_convention=='smolvlm',
+        f'image_convention is {cfg.image_convention}, but llama.cpp '
         'cuts and announces pictures as smolvlm does: train with image_convention smolvlm, '
         'or take format onnx')
     require(cfg.vit_activation in _ACTIVATION_KEYS,
         f"vit_activation is {cfg.vit_activation}, but "
         f"llama.cpp's towers have {' and '.join(_ACTIVATION_KEYS)}: take format onnx")
     for name,token in cfg.vlm_extra_tokens.items():
-        require(_announced(name) in (None, token), f'vlm_extra_tokens has {token} for {name}, '
+        require(_announced(name) in (None, token),
+            f'vlm_extra_tokens has {token} for {name}, '
             f'but llama.cpp looks for {_announced(name)}: train with that')
     require(cfg.max_img_size!=cfg.vit_img_size,
         f'max_img_size is {cfg.max_img_size}, one tile, but '
@@ -355,8 +374,10 @@ def export_gguf(model:VisionLanguageModel, # with its tokenizer
     _check_carried(cfg, tokenizer)
     words = _vocabulary(tokenizer, cfg.lm_vocab_size)|{'tokenizer.chat_template':_template(cfg, tokenizer)}
     with written_at_once(folder) as tmp:
-        for name,settings,tensors in (('model',_language_settings(cfg)|words,_language_tensors(model)),
-                                      ('mmproj',_vision_settings(cfg),_vision_tensors(model))):
+        for name,settings,tensors in (('model',_language_settings(cfg)|words,
+            _language_tensors(model)),
+                                      ('mmproj',_vision_settings(cfg),
+                                          _vision_tensors(model))):
             _write_gguf(tmp/f'{name}-{outtype}.gguf', settings, tensors, outtype)
 
 # %% ../../nbs/80_uses.export.ipynb #2791f964

@@ -92,14 +92,18 @@ def _axes_of(cfg:VLMConfig, watched:bool=False, # see `Read`
     side = cfg.vit_img_size
     whole = 'total_sequence_length'
     def kept(when, axis):
-        names = [f'{when}.{i}.{kind}' for i in range(cfg.lm_n_blocks) for kind in ('key','value')]
-        return dict.fromkeys(names, ('batch_size', cfg.lm_n_kv_heads, axis, cfg.head_width))
+        names = [f'{when}.{i}.{kind}' for i in range(cfg.lm_n_blocks)
+            for kind in ('key','value')]
+        return dict.fromkeys(names,
+            ('batch_size', cfg.lm_n_kv_heads, axis, cfg.head_width))
     looked = dict(attention=(*text, whole)) if watched else {}
     return dict(
-        vision_encoder=(dict(pixel_values=(*tiles, 3, side, side), pixel_attention_mask=(*tiles, side, side)),
+        vision_encoder=(dict(pixel_values=(*tiles, 3, side, side),
+            pixel_attention_mask=(*tiles, side, side)),
             dict(image_features=('num_real_images', cfg.mp_image_token_length, width))),
         embed_tokens=(dict(input_ids=text), dict(inputs_embeds=(*text, width))),
-        decoder_model_merged=(dict(inputs_embeds=(*text, width), attention_mask=('batch_size', whole),
+        decoder_model_merged=(dict(inputs_embeds=(*text, width),
+            attention_mask=('batch_size', whole),
                 position_ids=text, num_logits_to_keep=())|kept('past_key_values',
                 'past_sequence_length'),
             dict(logits=('batch_size', 'num_logits', cfg.lm_vocab_size))|kept('present', whole)|looked))
@@ -121,8 +125,10 @@ def _to_onnx(module:nn.Module, inputs:Axes, outputs:Axes)->Any: # see `_axes_of`
         lengths = [_LENGTHS.get(axis, axis) for axis in axes]
         example.append(torch.ones(lengths, dtype=_KINDS.get(name, torch.float32)))
         for axis in axes:
-            if isinstance(axis, str) and axis not in free: free[axis] = torch.export.Dim(axis)
-        shapes.append({place:free[axis] for place,axis in enumerate(axes) if axis in free})
+            if isinstance(axis, str) and axis not in free:
+                free[axis] = torch.export.Dim(axis)
+        shapes.append({place:free[axis] for place,axis in enumerate(axes)
+            if axis in free})
     first = sum(not name.startswith('past') for name in inputs) # of the past: one argument
     past = shapes[first:]
     del shapes[first:]
@@ -166,13 +172,17 @@ def client_note(model:VisionLanguageModel)->dict[str,Any]: # with its tokenizer;
         cfg.image_convention)
     return dict(
         graphs={name:dict(inputs=i, outputs=o) for name,(i,o) in _axes_of(cfg).items()},
-        cache=dict(blocks=cfg.lm_n_blocks, heads=cfg.lm_n_kv_heads, width=cfg.head_width),
+        cache=dict(blocks=cfg.lm_n_blocks, heads=cfg.lm_n_kv_heads,
+            width=cfg.head_width),
         positions=cfg.lm_max_position_embeddings,
-        tokens=dict(image=cfg.image_token_id, end=tokenizer.eos_token_id, pad=tokenizer.pad_token_id),
+        tokens=dict(image=cfg.image_token_id, end=tokenizer.eos_token_id,
+            pad=tokenizer.pad_token_id),
         prompt=dict(picture=_halves(tokenizer, one), text=_halves(tokenizer, '')),
-        picture=dict(convention=cfg.image_convention, tile=cfg.vit_img_size, longest=cfg.max_img_size,
+        picture=dict(convention=cfg.image_convention, tile=cfg.vit_img_size,
+            longest=cfg.max_img_size,
             enlarge=cfg.resize_to_max_side_len, mean=cfg.pixel_mean, std=cfg.pixel_std,
-            tokens_per_tile=cfg.mp_image_token_length, one_tile=one, tokens=cfg.vlm_extra_tokens))
+            tokens_per_tile=cfg.mp_image_token_length, one_tile=one,
+            tokens=cfg.vlm_extra_tokens))
 
 # %% ../../nbs/82_uses.onnx.ipynb #73a0002a
 def _to_int8(path:Path)->None: # an ONNX file

@@ -111,7 +111,8 @@ class _OnlyHere:
         if scope['type']=='lifespan' or _is_meant(header, self.host):
             return await self.app(scope, receive, send)
         text = f'This page is at localhost and at {self.host}. For another name, start it with --host NAME.'
-        await send(dict(type='http.response.start', status=403, headers=[(b'content-type', b'text/plain')]))
+        await send(dict(type='http.response.start', status=403,
+            headers=[(b'content-type', b'text/plain')]))
         await send(dict(type='http.response.body', body=text.encode()))
 
 # %% ../../nbs/83_uses.pages.ipynb #cfc432ed
@@ -128,9 +129,11 @@ def _build_page(asker:Asker, title:str, max_new_tokens:int=64, # heading; longes
     warmth = gr.Slider(0, 2, 0, label='0 takes the most likely word', render=False)
     with gr.Blocks(title=title, analytics_enabled=False) as page:
         gr.ChatInterface(ask, multimodal=True, title=title, additional_outputs=heat,
-            chatbot=gr.Chatbot(label='Conversation', elem_id='conversation', render_markdown=False,
+            chatbot=gr.Chatbot(label='Conversation', elem_id='conversation',
+                render_markdown=False,
                                buttons=['copy','copy_all']),
-            textbox=gr.MultimodalTextbox(file_types=['image'], file_count='multiple', elem_id='question',
+            textbox=gr.MultimodalTextbox(file_types=['image'], file_count='multiple',
+                elem_id='question',
                                          placeholder='A picture, and a question about it'),
             examples=offered, cache_examples=False, run_examples_on_click=False,
             additional_inputs=[warmth, gr.State(_Talk)],
@@ -163,12 +166,15 @@ OTHER_TOKENIZERS = 'the page has no other: export with --format onnx, for transf
 def _check_page_tokenizer(spec:dict[str,Any], # contents of tokenizer.json
 )->None: # raises unless the page can read it
     "Raises a UsageError about a tokenizer that is no byte-level BPE, or one with a peculiarity."
-    odd = map(spec['model'].get, ('byte_fallback','continuing_subword_prefix','end_of_word_suffix'))
-    require(pre_tokenizer(spec) in ('gpt-2','smollm') and spec['normalizer'] is None and not any(odd),
+    odd = map(spec['model'].get,
+        ('byte_fallback','continuing_subword_prefix','end_of_word_suffix'))
+    require(pre_tokenizer(spec) in ('gpt-2','smollm') and spec['normalizer'] is None
+        and not any(odd),
         f"a tokenizer of the kind {spec['model']['type']} that is no byte-level BPE after GPT-2 or SmolLM; "
         f'{OTHER_TOKENIZERS}')
     letters = sum(len(token)==1 for token in spec['model']['vocab'])
-    spaced = any(t[k] for t in spec['added_tokens'] for k in ('lstrip','rstrip','single_word'))
+    spaced = any(t[k] for t in spec['added_tokens']
+        for k in ('lstrip','rstrip','single_word'))
     require(letters>=256 and not spaced,
         f'a tokenizer without all bytes, or with tokens that take spaces; {OTHER_TOKENIZERS}')
 
@@ -194,7 +200,8 @@ def _read_runtime(where:str|Path|None=None, # the package, a .tgz; None: fetch i
         require(where or sha256(data).hexdigest()==RUNTIME_SHA256,
             f'{RUNTIME} was changed on its way here')
         with tarfile.open(fileobj=io.BytesIO(data)) as tar:
-            found = {name:tar.extractfile(f'package/dist/{name}') for name in RUNTIME_FILES}
+            found = {name:tar.extractfile(f'package/dist/{name}')
+                for name in RUNTIME_FILES}
             return {name:f.read() for name,f in found.items() if f}
     except (OSError, tarfile.TarError, KeyError) as e:
         raise UsageError(f'{where or RUNTIME} is no package with ONNX Runtime ({e}): '
@@ -211,7 +218,8 @@ def _offered_rows()->list[dict]: # of `shapes_dataset`
 def _page_note(texts:list[str], side:int)->dict[str,Any]: # about each scene; of a tile, pixels; for page.json
     "Returns what the page offers."
     from matplotlib import colormaps,colors
-    return dict(scenes=[dict(file=f'scenes/{i+1}.png', text=text) for i,text in enumerate(texts)],
+    return dict(scenes=[dict(file=f'scenes/{i+1}.png', text=text)
+        for i,text in enumerate(texts)],
         questions=[questions[0] for questions in QUESTIONS.values()],
         most_tokens=MOST_TOKENS, sheet=4*side,
         colours=''.join(colors.to_hex(colormaps['inferno'](i))[1:] for i in range(256)))
@@ -222,7 +230,8 @@ LICENCES = 'LICENSE','ThirdPartyNotices.txt' # of ONNX Runtime
 def _write_model(model, folder):
     "Writes graphs, tokenizer, and what a client has to know."
     note = client_note(model)
-    save_json(folder/OWN_NOTE, note|dict(picture=note['picture']|dict(tall_first=TALL_FIRST)))
+    save_json(folder/OWN_NOTE,
+        note|dict(picture=note['picture']|dict(tall_first=TALL_FIRST)))
     (folder/'tokenizer.json').write_text(model.tokenizer.backend_tokenizer.to_str(),
         encoding='utf-8')
     write_graphs(model, folder, tuple(default_blocks(model.cfg.lm_n_blocks)))
@@ -241,7 +250,8 @@ def _export_web(model:VisionLanguageModel, # with its tokenizer
         for part in ('model','runtime','scenes'): (tmp/part).mkdir()
         for name in PAGE_FILES: (tmp/name).write_bytes((PAGE/name).read_bytes())
         for i,row in enumerate(rows): row['images'][0].save(tmp/'scenes'/f'{i+1}.png')
-        save_json(tmp/'page.json', _page_note([row['scene'] for row in rows], model.cfg.vit_img_size))
+        save_json(tmp/'page.json',
+            _page_note([row['scene'] for row in rows], model.cfg.vit_img_size))
         _write_model(model, tmp/'model')
         for name,content in runtime.items(): (tmp/'runtime'/name).write_bytes(content)
         for name in LICENCES:

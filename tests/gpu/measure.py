@@ -59,10 +59,14 @@ class Bench:
         self.warm = WARM
         self.rounds = ROUNDS
         if not self.cuda:
-            self.model = evolve(self.model, vit_hidden_dim=32, vit_n_heads=2, vit_n_blocks=1, vit_img_size=32,
-                                vit_inter_dim=64, max_img_size=64, mp_pixel_shuffle_factor=1,
-                                mp_image_token_length=4, lm_hidden_dim=32, lm_inter_dim=64, lm_n_heads=2,
-                                lm_n_kv_heads=1, lm_n_blocks=1, lm_max_length=128, lm_base_vocab_size=100)
+            self.model = evolve(self.model, vit_hidden_dim=32, vit_n_heads=2,
+                vit_n_blocks=1, vit_img_size=32,
+                vit_inter_dim=64, max_img_size=64,
+                mp_pixel_shuffle_factor=1,
+                mp_image_token_length=4, lm_hidden_dim=32,
+                lm_inter_dim=64, lm_n_heads=2,
+                lm_n_kv_heads=1, lm_n_blocks=1, lm_max_length=128,
+                lm_base_vocab_size=100)
             self.pack = dict(documents=3, tiles=2)
             self.warm = 1
             self.rounds = 2
@@ -86,7 +90,8 @@ class Bench:
         "Model and run with some fields changed; None if a field does not exist here."
         known = [{f.name for f in fields(c)} for c in (self.model, self.run)]
         if set(how)-known[0]-known[1]: return None
-        return [evolve(c, **{k: v for k, v in how.items() if k in names}) for c, names in zip((self.model, self.run), known)]
+        return [evolve(c, **{k: v for k, v in how.items() if k in names})
+            for c, names in zip((self.model, self.run), known)]
 
     def trainer(self, how: dict, compiled=False, weights=None) -> Trainer:
         model, run = self.configs(how)
@@ -94,11 +99,13 @@ class Bench:
         with self.device: net = VisionLanguageModel(model, load_backbone=False).train()
         if weights is not None: net.load_state_dict(weights, assign=True)
         trainer = make_trainer(net, run, [], [], dist=Dist(device=self.device))
-        if compiled: compile_blocks(trainer.base, **({} if self.cuda else dict(backend='eager')))
+        if compiled:
+            compile_blocks(trainer.base, **({} if self.cuda else dict(backend='eager')))
         return trainer
 
     def batch(self, trainer, contents=None) -> dict:
-        made = example_batch(trainer.base.cfg, trainer.cfg.batch_size, **(contents or self.pack))
+        made = example_batch(trainer.base.cfg, trainer.cfg.batch_size,
+            **(contents or self.pack))
         return pinned(made) if self.cuda else made
 
 
@@ -113,7 +120,8 @@ def pinned(x):
 def spread(values: list) -> dict:
     "Median and range, in milliseconds."
     ms = sorted(1e3*v for v in values)
-    return dict(ms=round(statistics.median(ms), 3), lowest=round(ms[0], 3), highest=round(ms[-1], 3),
+    return dict(ms=round(statistics.median(ms), 3), lowest=round(ms[0], 3),
+        highest=round(ms[-1], 3),
                 n=len(ms))
 
 
@@ -132,24 +140,32 @@ def phase_1_machine(b) -> dict:
     L = b.model.lm_hidden_dim
     I = b.model.lm_inter_dim
     tiles = 104*b.model.n_patches if b.cuda else 64
-    shapes = dict(square=(big, n, n), vision_qkv=(tiles, D, 3*D), vision_up=(tiles, D, H),
-                  vision_down=(tiles, H, D), language_q=(n, L, L), language_up=(n, L, I),
-                  language_down=(n, I, L))
+    shapes = dict(square=(big, n, n), vision_qkv=(tiles, D, 3*D),
+        vision_up=(tiles, D, H),
+        vision_down=(tiles, H, D), language_q=(n, L, L),
+        language_up=(n, L, I),
+        language_down=(n, I, L))
     rates = {}
     for name, (m, k, o) in shapes.items():
-        x, w = (torch.randn(s, device=b.device, dtype=torch.bfloat16) for s in ((m, k), (k, o)))
+        x, w = (torch.randn(s, device=b.device, dtype=torch.bfloat16)
+            for s in ((m, k), (k, o)))
         t = b.timed(lambda: x@w)
         rates[name] = dict(t, tflops=round(2*m*k*o/t['ms']/1e9, 1))
-    more = dict(name=torch.cuda.get_device_name(), capability=torch.cuda.get_device_capability(), gib=torch.cuda.get_device_properties(0).total_memory/2**30,
-                cudnn=torch.backends.cudnn.version(), cuda=torch.version.cuda, driver=driver()) if b.cuda else dict(name='CPU')
+    more = dict(name=torch.cuda.get_device_name(),
+        capability=torch.cuda.get_device_capability(),
+        gib=torch.cuda.get_device_properties(0).total_memory/2**30,
+                cudnn=torch.backends.cudnn.version(), cuda=torch.version.cuda,
+                driver=driver()) if b.cuda else dict(name='CPU')
     return dict(date=datetime.now(timezone.utc).isoformat(timespec='seconds'),
-                python=platform.python_version(), torch=torch.__version__, cores=os.cpu_count(), **more,
+                python=platform.python_version(), torch=torch.__version__,
+                cores=os.cpu_count(), **more,
                 matmul=rates)
 
 
 def driver() -> str:
-    asked = subprocess.run(['nvidia-smi', '--query-gpu=driver_version', '--format=csv,noheader'],
-                           capture_output=True, text=True, timeout=20)
+    asked = subprocess.run(['nvidia-smi', '--query-gpu=driver_version',
+            '--format=csv,noheader'],
+        capture_output=True, text=True, timeout=20)
     return asked.stdout.strip()
 
 
@@ -170,23 +186,29 @@ def phase_2_attention(b) -> dict:
     H = c.lm_n_heads
     G = c.lm_n_kv_heads
     D = c.head_width
-    def qkv(T, dtype): return [torch.randn(2, h, T, D, device=b.device, dtype=dtype, requires_grad=True) for h in (H, G, G)]
+    def qkv(T, dtype):
+        return [torch.randn(2, h, T, D, device=b.device, dtype=dtype, requires_grad=True) for h in (H, G, G)]
     torch.manual_seed(0)
     small = qkv(min(T, 1024), torch.bfloat16)
     layout = rows_of(6, min(T, 1024))
     truth = explicit_attention(*(x.double() for x in small), layout, True, 0.)
-    names = [n for n in ('sdpa', 'docs', 'varlen') if n != 'varlen' or problem_of('varlen', b.device.type, torch.bfloat16) is None]
+    names = [n for n in ('sdpa', 'docs', 'varlen') if n != 'varlen'
+        or problem_of('varlen', b.device.type, torch.bfloat16) is None]
     errors = {n: (BACKENDS[n](*small, layout, True, 0.).double()-truth).abs().max().item() for n in names}
-    found = {n: BACKENDS[n](small[0], small[1], small[2], layout, True, 0.) for n in names}
+    found = {n: BACKENDS[n](small[0], small[1], small[2], layout, True, 0.)
+        for n in names}
     leaks = {n: torch.autograd.grad(out[0, :, :layout.doc_lens[0][0]].sum(), small[2], retain_graph=True)[0][0, :, layout.doc_lens[0][0]:].abs().max().item() for n, out in found.items()}
     layers = {}
     for n_docs in (4, 17, 60):
         big = qkv(T, torch.bfloat16)
         layout = rows_of(n_docs, T).to(b.device)
         for n in names:
-            try: layers[f'{n}, {n_docs} documents'] = b.timed(lambda: BACKENDS[n](*big, layout, True, 0.).sum().backward(), 5 if b.cuda else 1)
-            except RuntimeError as e: layers[f'{n}, {n_docs} documents'] = dict(error=' '.join(str(e).split())[:300])
-    return dict(error_against_float64=errors, gradient_from_other_documents=leaks, layer=layers)
+            try:
+                layers[f'{n}, {n_docs} documents'] = b.timed(lambda: BACKENDS[n](*big, layout, True, 0.).sum().backward(), 5 if b.cuda else 1)
+            except RuntimeError as e:
+                layers[f'{n}, {n_docs} documents'] = dict(error=' '.join(str(e).split())[:300])
+    return dict(error_against_float64=errors, gradient_from_other_documents=leaks,
+        layer=layers)
 
 
 def phase_3_waits(b) -> dict:
@@ -208,9 +230,12 @@ def phase_3_waits(b) -> dict:
 def naive_step(b, trainer, batch):
     "Forward and backward as nanoVLM makes them, on the weights of a trainer."
     tiles = torch.cat([t for row in batch['images'] for t in row]).float()/255
-    batch = {k: batch[k].to(b.device) for k in ('input_ids', 'labels', 'attention_mask')}
+    batch = {k: batch[k].to(b.device)
+        for k in ('input_ids', 'labels', 'attention_mask')}
     def step():
-        with torch.autocast(b.device.type, torch.bfloat16): loss = nanovlm_loss(trainer.base, batch['input_ids'], tiles, batch['attention_mask'], batch['labels'])
+        with torch.autocast(b.device.type, torch.bfloat16):
+            loss = nanovlm_loss(trainer.base, batch['input_ids'], tiles,
+                batch['attention_mask'], batch['labels'])
         loss.backward()
     return step
 
@@ -226,7 +251,8 @@ def make_arms(b) -> dict:
         t = b.trainer(how, compiled, weights)
         batch = b.batch(t)
         update = gather_update([batch], t.dist)
-        arms[name] = (lambda t=t, batch=batch, update=update: accumulate(t, update), t, batch)
+        arms[name] = (lambda t=t, batch=batch, update=update: accumulate(t, update), t,
+            batch)
     return arms
 
 
@@ -239,7 +265,8 @@ def phase_4_arms(b) -> dict:
         start = time.perf_counter()
         try:
             for _ in range(b.warm): step()
-        except (RuntimeError, ValueError, NotImplementedError) as e: found[name] = dict(error=' '.join(str(e).split())[:300])
+        except (RuntimeError, ValueError, NotImplementedError) as e:
+            found[name] = dict(error=' '.join(str(e).split())[:300])
         b.sync()
         found.setdefault(name, {})['warm_up_s'] = round(time.perf_counter()-start, 2)
     for _ in range(b.rounds):
@@ -250,14 +277,17 @@ def phase_4_arms(b) -> dict:
         if 'error' in found[name]: continue
         d = tally(batch)
         s = spread(times[name])
-        useful = count_flops(costs(t), d['tiles'], d['tokens'], d['pairs'], d['targets'])
-        found[name] |= s | dict(tokens_per_second=round(1e3*d['tokens']/s['ms']), mfu=round(1e3*useful/s['ms']/peak, 4) if peak else None)
+        useful = count_flops(costs(t), d['tiles'], d['tokens'], d['pairs'],
+            d['targets'])
+        found[name] |= s | dict(tokens_per_second=round(1e3*d['tokens']/s['ms']),
+            mfu=round(1e3*useful/s['ms']/peak, 4) if peak else None)
     t, batch = arms['varlen'][1:]
     t.optimizer.zero_grad(set_to_none=True)
     update = gather_update([batch], t.dist)
     whole = b.timed(lambda: train_step(t, update), 3 if b.cuda else 1)
     micro = found['varlen']['ms']
-    return dict(micro_batch=found, update=dict(whole, beyond_micro_batch_ms=round(whole['ms']-micro, 3)),
+    return dict(micro_batch=found,
+        update=dict(whole, beyond_micro_batch_ms=round(whole['ms']-micro, 3)),
                 skipped=[n for n in ARMS if n not in arms])
 
 
@@ -285,9 +315,11 @@ def pictures(folder: Path, n: int, side: int) -> Path:
     def jpeg():
         small = torch.randint(0, 256, (side//4, side//4, 3), generator=rng, dtype=torch.uint8).numpy()
         file = io.BytesIO()
-        PIL.fromarray(small).resize((side, side), PIL.Resampling.BICUBIC).save(file, 'JPEG', quality=85)
+        PIL.fromarray(small).resize((side, side), PIL.Resampling.BICUBIC).save(file,
+            'JPEG', quality=85)
         return file.getvalue()
-    kinds = Features(dict(images=Sequence(Image()), texts=[dict(user=Value('string'), assistant=Value('string'))]))
+    kinds = Features(dict(images=Sequence(Image()),
+        texts=[dict(user=Value('string'), assistant=Value('string'))]))
     shots = [jpeg() for _ in range(min(n, 32))]
     rows = dict(images=[[dict(bytes=shots[i % len(shots)], path=None)] for i in range(n)], texts=[[dict(user='what colour is the circle', assistant='red')]]*n)
     (folder/'data').mkdir()
@@ -300,8 +332,10 @@ def phase_7_trainer(b) -> dict:
     found = {}
     model = b.model
     shapes = preset('shapes')[0]
-    own = [f'--{f.name}={getattr(model, f.name)}' for f in fields(model) if f.name.startswith(('vit_', 'lm_', 'mp_'))
-           and isinstance(getattr(model, f.name), (int, float)) and f.name not in ('lm_base_vocab_size', 'lm_vocab_size', 'lm_use_tokens')
+    own = [f'--{f.name}={getattr(model, f.name)}' for f in fields(model)
+        if f.name.startswith(('vit_', 'lm_', 'mp_'))
+           and isinstance(getattr(model, f.name), (int, float))
+           and f.name not in ('lm_base_vocab_size', 'lm_vocab_size', 'lm_use_tokens')
            and getattr(model, f.name) != getattr(shapes, f.name)]
     with tempfile.TemporaryDirectory() as folder:
         data = pictures(Path(folder), 3000 if b.cuda else 40, 1024 if b.cuda else 64)
@@ -318,8 +352,10 @@ def phase_7_trainer(b) -> dict:
 
 def shares(log: Path) -> dict:
     "The last report of a run."
-    reports = [r for r in map(json.loads, log.read_text(encoding='utf-8').splitlines()) if 'time/data' in r]
-    return {k: round(reports[-1][k], 4) for k in ('time/data', 'time/forward_backward', 'perf/step_time', 'tokens_per_second', 'perf/mfu') if k in reports[-1]}
+    reports = [r for r in map(json.loads, log.read_text(encoding='utf-8').splitlines())
+        if 'time/data' in r]
+    return {k: round(reports[-1][k], 4)
+        for k in ('time/data', 'time/forward_backward', 'perf/step_time', 'tokens_per_second', 'perf/mfu') if k in reports[-1]}
 
 
 def phase_8_determinism(b) -> dict:
@@ -363,10 +399,13 @@ def phase_9_qwen(b) -> dict:
     model, run = preset('qwen2_5_vl_3b')
     run = evolve(run, load_from=None, dtype='bfloat16', num_workers=0, log_wandb=False)
     if not b.cuda:
-        model = evolve(model, vit_hidden_dim=32, vit_inter_dim=64, vit_n_heads=2, vit_n_blocks=2,
-                       vit_full_blocks=[1], lm_hidden_dim=48, lm_inter_dim=96, lm_n_heads=4, lm_n_kv_heads=2,
-                       lm_n_blocks=1, lm_max_length=128, lm_base_vocab_size=100, lm_vocab_size=128,
-                       lm_mrope_sections=[2, 2, 2])
+        model = evolve(model, vit_hidden_dim=32, vit_inter_dim=64, vit_n_heads=2,
+            vit_n_blocks=2,
+            vit_full_blocks=[1], lm_hidden_dim=48, lm_inter_dim=96,
+            lm_n_heads=4, lm_n_kv_heads=2,
+            lm_n_blocks=1, lm_max_length=128, lm_base_vocab_size=100,
+            lm_vocab_size=128,
+            lm_mrope_sections=[2, 2, 2])
     found = {}
     for name, how in dict(all={}, adapters=dict(lora_rank=16)).items():
         release(b)
@@ -384,13 +423,17 @@ def phase_9_qwen(b) -> dict:
         useful = 2*count_flops(costs(t), **{k: d[k] for k in COUNTS})
         found[name] = dict(times, tokens_per_second=round(2e3*d['tokens']/times['ms']),
                            planned_gib=round(memory(model, evolve(cfg, gradient_accumulation_steps=2)).total/2**30, 2))
-        if b.cuda: found[name] |= dict(gib=round(torch.cuda.max_memory_allocated()/2**30, 2), mfu=round(1e3*useful/times['ms']/peak_flops(torch.cuda.get_device_name()), 4))
-        if not cfg.lora_rank: found['change_of_other_samples'] = leak_of(b, t.base, batch)
+        if b.cuda:
+            found[name] |= dict(gib=round(torch.cuda.max_memory_allocated()/2**30, 2),
+                mfu=round(1e3*useful/times['ms']/peak_flops(torch.cuda.get_device_name()), 4))
+        if not cfg.lora_rank:
+            found['change_of_other_samples'] = leak_of(b, t.base, batch)
         del t, net
     return found
 
 
-PHASES = {int(name.split('_')[1]): f for name, f in list(globals().items()) if name.startswith('phase_')}
+PHASES = {int(name.split('_')[1]): f for name, f in list(globals().items())
+    if name.startswith('phase_')}
 
 
 def measure(b, out: Path, wanted: list) -> dict:
@@ -399,9 +442,12 @@ def measure(b, out: Path, wanted: list) -> dict:
     for number in wanted:
         start = time.perf_counter()
         try: result = PHASES[number](b)
-        except Exception as e: result = dict(error=f'{type(e).__name__}: {e}'[:600], where=[f'{Path(f.filename).name}:{f.lineno}' for f in traceback.extract_tb(e.__traceback__)][-6:])
+        except Exception as e:
+            result = dict(error=f'{type(e).__name__}: {e}'[:600],
+                where=[f'{Path(f.filename).name}:{f.lineno}' for f in traceback.extract_tb(e.__traceback__)][-6:])
         release(b)
-        found[PHASES[number].__name__] = dict(result, took_s=round(time.perf_counter()-start, 1))
+        found[PHASES[number].__name__] = dict(result,
+            took_s=round(time.perf_counter()-start, 1))
         part = out.with_suffix('.part')
         part.write_text(json.dumps(found, indent=1))
         os.replace(part, out)
@@ -417,15 +463,18 @@ def figures(measured: dict) -> dict:
     found = {}
     for name, a in of(4).get('micro_batch', {}).items():
         if 'ms' in a: found |= {f'{name}: ms of a micro-batch': a['ms'],
-                                f'{name}: tokens/s': a['tokens_per_second'], f'{name}: MFU': a['mfu']}
+                                f'{name}: tokens/s': a['tokens_per_second'],
+                                f'{name}: MFU': a['mfu']}
     arms = of(4).get('micro_batch', {})
     if {LIKE_NANOVLM, 'varlen, compiled'} <= {n for n, a in arms.items() if 'ms' in a}:
         found['two packs against the arm like nanoVLM'] = arms[LIKE_NANOVLM]['ms']/arms['varlen, compiled']['ms']
-    if 'update' in of(4): found['update beyond its micro-batch, ms'] = of(4)['update']['beyond_micro_batch_ms']
+    if 'update' in of(4):
+        found['update beyond its micro-batch, ms'] = of(4)['update']['beyond_micro_batch_ms']
     if 'waits' in of(3): found['waits inside a micro-batch'] = of(3)['waits']
     for n, w in of(7).get('workers', {}).items():
         if 'time/data' in w: found[f'waiting for data, {n} workers'] = w['time/data']
-    for rows, gib in of(6).get('gib', {}).items(): found[f'peak memory, {rows} packs, GiB'] = gib
+    for rows, gib in of(6).get('gib', {}).items():
+        found[f'peak memory, {rows} packs, GiB'] = gib
     return found
 
 
@@ -438,21 +487,29 @@ def result_rows(measured: dict, predicted: dict) -> str:
         expected = predicted.get(name)
         off = f'{x/expected-1:+.0%}' if x is not None and expected else '-'
         rows.append(f'| {name} | {shown(expected)} | {shown(x)} | {off} |')
-    failed = [f"- {name} failed: {p['error']}" for name, p in measured.items() if 'error' in p]
-    return '\n'.join([head, '', '| figure | predicted | measured | off by |', '|---|---|---|---|', *rows, *(['', *failed] if failed else []), ''])
+    failed = [f"- {name} failed: {p['error']}" for name, p in measured.items()
+        if 'error' in p]
+    return '\n'.join([head, '', '| figure | predicted | measured | off by |',
+        '|---|---|---|---|', *rows, *(['', *failed] if failed else []), ''])
 
 
 def main(argv=None) -> int:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = argparse.ArgumentParser(description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument('--out', type=Path, default=Path('measured.json'),
                    help='what was measured (default: %(default)s); phases that it holds are kept unless they are measured again')
-    p.add_argument('--phases', type=int, nargs='+', default=sorted(PHASES), choices=sorted(PHASES),
-                   help='default: all')
-    p.add_argument('--tiny', action='store_true', help='a rehearsal on the CPU, also where there is a GPU')
-    p.add_argument('--rows', type=Path, metavar='JSON', help='print rows for RESULTS.md')
+    p.add_argument('--phases', type=int, nargs='+', default=sorted(PHASES),
+        choices=sorted(PHASES),
+        help='default: all')
+    p.add_argument('--tiny', action='store_true',
+        help='a rehearsal on the CPU, also where there is a GPU')
+    p.add_argument('--rows', type=Path, metavar='JSON',
+        help='print rows for RESULTS.md')
     a = p.parse_args(argv)
     os.environ.setdefault('PYTORCH_CUDA_ALLOC_CONF', 'expandable_segments:True')
-    if a.rows: sys.stdout.write(result_rows(json.loads(a.rows.read_text()), read_page(HERE/'PREDICTED.md')))
+    if a.rows:
+        sys.stdout.write(result_rows(json.loads(a.rows.read_text()),
+            read_page(HERE/'PREDICTED.md')))
     else: measure(Bench(a.tiny), a.out, a.phases)
     return 0
 

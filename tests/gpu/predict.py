@@ -38,7 +38,8 @@ ARMS: dict[str, tuple[dict, bool]] = {
     'dense mask': (dict(attn_backend='sdpa'), False),
     'varlen': (dict(attn_backend='auto'), False),
     'varlen, compiled': (dict(attn_backend='auto'), True),
-    'varlen, compiled, tiles padded': (dict(attn_backend='auto', tile_multiple=8), True),
+    'varlen, compiled, tiles padded': (dict(attn_backend='auto', tile_multiple=8),
+        True),
     'varlen, compiled, batch 4': (dict(attn_backend='auto', batch_size=4), True),
 }
 LIKE_NANOVLM = 'like nanoVLM'
@@ -110,7 +111,8 @@ class Census(TorchDispatchMode):
         node = torch._C._current_autograd_node()
         adds = node is not None and not self.region and node._sequence_nr() not in self.nodes
         self.before = self.region if node is None or self.region else self.nodes.get(node._sequence_nr(), self.before)
-        if node is None or self.region: self.nodes.setdefault(torch._C._autograd._get_sequence_nr()-1, self.before)
+        if node is None or self.region:
+            self.nodes.setdefault(torch._C._autograd._get_sequence_nr()-1, self.before)
         return dict(backward=node is not None, region=self.before, adds=adds)
 
     def sizes(self, tensors) -> dict[int, int]:
@@ -122,15 +124,19 @@ class Census(TorchDispatchMode):
         name = func.__name__.split('.')[0]
         where = self.where()
         inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-        if not any(x.is_meta for x in inputs) and 'meta' not in str(kwargs.get('device')): return func(*args, **kwargs)
-        if name.strip('_') in ('index', 'index_put', 'index_put_impl') and args[1][0] is not None and args[1][0].dtype == torch.bool: return self.by_flags(name, *args[:3], where=where)
+        if not any(x.is_meta for x in inputs) and 'meta' not in str(kwargs.get('device')):
+            return func(*args, **kwargs)
+        if name.strip('_') in ('index', 'index_put', 'index_put_impl') and args[1][0] is not None and args[1][0].dtype == torch.bool:
+            return self.by_flags(name, *args[:3], where=where)
         out = func(*args, **kwargs)
         outputs = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
         reads = self.sizes(inputs)
         writes = self.sizes(outputs)
         kind = kind_of(func, name, inputs, set(writes) <= set(reads))
-        if kind == 'copy' and not kwargs.get('non_blocking'): self.ops.append(Op('wait', writes=writes, **where))
-        self.ops.append(Op(kind, flops=self.flops(func, args, kwargs, out), reads=reads, writes=writes, **where))
+        if kind == 'copy' and not kwargs.get('non_blocking'):
+            self.ops.append(Op('wait', writes=writes, **where))
+        self.ops.append(Op(kind, flops=self.flops(func, args, kwargs, out), reads=reads,
+            writes=writes, **where))
         return out
 
     def by_flags(self, name: str, x, flags, values=None, *, where: dict):
@@ -148,13 +154,16 @@ class Census(TorchDispatchMode):
             q = given['query']
             return q.shape[1]*q.shape[2]*(self.documents if causal else len(q)*given['max_q'])*(10 if 'backward' in func.__name__ else 4)
         if func.overloadpacket not in flop_registry: return 0
-        return flop_registry[func.overloadpacket](*args, **kwargs, out_val=out)//(2 if causal else 1)
+        return flop_registry[func.overloadpacket](*args, **kwargs, out_val=out)//(2
+            if causal else 1)
 
 
 def kind_of(func, name: str, inputs: list, same: bool) -> str:
-    if 'attention' in name or 'varlen' in name: return 'masked' if 'efficient' in name else 'attention'
+    if 'attention' in name or 'varlen' in name:
+        return 'masked' if 'efficient' in name else 'attention'
     if func.overloadpacket in flop_registry: return 'matmul'
-    if name == '_to_copy' and not inputs[0].is_meta or name == 'copy_' and not inputs[-1].is_meta: return 'copy'
+    if name == '_to_copy' and not inputs[0].is_meta or name == 'copy_' and not inputs[-1].is_meta:
+        return 'copy'
     return 'view' if same and not func._schema.is_mutable or name.startswith(('empty', 'new_empty')) else 'pointwise'
 
 
@@ -166,7 +175,9 @@ def fuse(ops: list[Op]) -> list[Op]:
     for i, o in enumerate(ops):
         if o.region and o.kind == 'view': continue
         joins = o.region and o.kind == 'pointwise' and not o.adds
-        if run and not (joins and (o.region, o.backward) == (run[0][1].region, run[0][1].backward)): out, run = [*out, joined(run, last)], []
+        if run and not (joins
+            and (o.region, o.backward) == (run[0][1].region, run[0][1].backward)):
+            out, run = [*out, joined(run, last)], []
         if joins: run.append((i, o))
         else: out.append(o._replace(compiled=bool(o.region) and not o.adds))
     return out+([joined(run, last)] if run else [])
@@ -176,7 +187,8 @@ def joined(run: list, last: dict) -> Op:
     written = {s for _, o in run for s in o.writes}
     end = run[-1][0]
     reads = {s: n for _, o in run for s, n in o.reads.items() if s not in written}
-    writes = {s: n for _, o in run for s, n in o.writes.items() if last.get(s, end+1) > end}
+    writes = {s: n for _, o in run for s, n in o.writes.items()
+        if last.get(s, end+1) > end}
     return run[0][1]._replace(flops=0, reads=reads, writes=writes, compiled=True)
 
 
@@ -184,7 +196,8 @@ def kernel_seconds(o: Op) -> float:
     "The roofline: the slower of arithmetic and memory."
     if o.kind in ('view', 'wait', 'copy'): return 0.
     moved = sum(o.reads.values())+sum(o.writes.values())
-    return max(RATES.smallest, o.flops/(known_gpu(CARD).tflops*1e12*getattr(RATES, o.kind, RATES.matmul)),
+    return max(RATES.smallest,
+        o.flops/(known_gpu(CARD).tflops*1e12*getattr(RATES, o.kind, RATES.matmul)),
                moved/(BANDWIDTH*RATES.bandwidth))
 
 
@@ -200,7 +213,8 @@ def two_clocks(ops: list[Op]) -> tuple[float, float]:
     for o in ops:
         host += host_seconds(o)
         if o.kind == 'wait': host = max(host, gpu)
-        elif seconds := kernel_seconds(o): gpu, busy = max(gpu, host)+seconds, busy+seconds
+        elif seconds := kernel_seconds(o):
+            gpu, busy = max(gpu, host)+seconds, busy+seconds
     return max(host, gpu), busy
 
 
@@ -221,7 +235,8 @@ def nanovlm_loss(net, input_ids, tiles, attention_mask, targets) -> torch.Tensor
     x = decoder.token_embedding(input_ids).clone()
     x[input_ids == net.cfg.image_token_id] = seen.flatten(0, 1).to(x.dtype)
     allowed = torch.ones(T, T, dtype=torch.bool, device=x.device).tril() & attention_mask.bool()[:, None, None]
-    mask = torch.zeros(allowed.shape, device=x.device).masked_fill(~allowed, torch.finfo(torch.float32).min)
+    mask = torch.zeros(allowed.shape, device=x.device).masked_fill(~allowed,
+        torch.finfo(torch.float32).min)
     cos, sin = decoder.rotary_embd(torch.arange(T, device=x.device)[None])
     for block in decoder.blocks: x = masked_block(block, x, cos, sin, mask)
     scores = decoder.head(decoder.norm(x))
@@ -233,7 +248,8 @@ def nanovlm_step(cfg, rows: int, tokens: int, tiles: int) -> list[Op]:
     net = meta_net(cfg, evolve(preset('nanovlm')[1], tile_multiple=1))
     for p in net.parameters(): p.grad = None
     census = Census().watch(net)
-    for i, block in enumerate(net.decoder.blocks, 1000): block.norm1.register_forward_pre_hook(partial(census.enter, i))
+    for i, block in enumerate(net.decoder.blocks, 1000):
+        block.norm1.register_forward_pre_hook(partial(census.enter, i))
     net.decoder.norm.register_forward_pre_hook(partial(census.enter, 0))
     pixels = torch.zeros(1, 1, 1, 1).expand(rows*tiles, 3, *[cfg.vit_img_size]*2)
     ids = torch.empty(rows, tokens, dtype=torch.long, device=META)
@@ -244,7 +260,8 @@ def nanovlm_step(cfg, rows: int, tokens: int, tiles: int) -> list[Op]:
 
 def our_step(model, run, batch) -> tuple[list[Op], int]:
     "The operations of a micro-batch as the trainer makes it, to which others have been added; FLOPs that its answer needs."
-    run = evolve(run, dtype='bfloat16', compile=False, tile_multiple=run.tile_multiple or 8)
+    run = evolve(run, dtype='bfloat16', compile=False,
+        tile_multiple=run.tile_multiple or 8)
     net = like_cuda(meta_net(model, run))
     trainer = make_trainer(net, run, [], [], dist=Dist(device=META))
     choose_backend(model.attn_backend, True, 'meta', torch.bfloat16)  # tries it, once
@@ -252,11 +269,13 @@ def our_step(model, run, batch) -> tuple[list[Op], int]:
     d = tally(batch)
     census = Census(sum(n*(n+1)//2 for row in batch['doc_lens'] for n in row)).watch(net)
     with census: accumulate(trainer, update)
-    return census.ops, count_flops(costs(trainer), d['tiles'], d['tokens'], d['pairs'], d['targets'])
+    return census.ops, count_flops(costs(trainer), d['tiles'], d['tokens'], d['pairs'],
+        d['targets'])
 
 
 def of_arm(name: str, seconds: float, tokens: int, useful: float) -> dict:
-    return {f'{name}: ms of a micro-batch': 1e3*seconds, f'{name}: tokens/s': tokens/seconds,
+    return {f'{name}: ms of a micro-batch': 1e3*seconds,
+        f'{name}: tokens/s': tokens/seconds,
             f'{name}: MFU': useful/seconds/(known_gpu(CARD).tflops*1e12)}
 
 
@@ -273,17 +292,20 @@ def predict(model, run) -> dict:
         found |= of_arm(name, seconds, d['tokens'], useful)
         if name == 'varlen':
             found |= waiting(d['tiles']/seconds) | {'update beyond its micro-batch, ms': 1e3*update, 'waits inside a micro-batch': sum(o.kind == 'wait' for o in ops)}
-        if name == 'varlen, compiled': found['card busy, share of the wall clock'] = (busy+update)/(seconds+update)
+        if name == 'varlen, compiled':
+            found['card busy, share of the wall clock'] = (busy+update)/(seconds+update)
         if name == 'varlen': theirs = of_arm(LIKE_NANOVLM,
                                              two_clocks(nanovlm_step(v, c.batch_size, v.lm_max_length, d['tiles']//c.batch_size))[0], d['tokens'], useful)
     found |= theirs
-    for rows in (1, 2, 4): found[f'peak memory, {rows} packs, GiB'] = peak_memory(model, evolve(run, batch_size=rows), example_batch(model, rows)).total()/2**30
+    for rows in (1, 2, 4):
+        found[f'peak memory, {rows} packs, GiB'] = peak_memory(model, evolve(run, batch_size=rows), example_batch(model, rows)).total()/2**30
     return found | {'two packs against the arm like nanoVLM': found[f'{LIKE_NANOVLM}: ms of a micro-batch']/found['varlen, compiled: ms of a micro-batch']}
 
 
 def waiting(tiles_per_second: float) -> dict:
     "The share of the time that waits for pictures, if each loader worker has a core."
-    return {f'waiting for data, {n} workers': max(0., 1-n/(CORE_S*tiles_per_second)) for n in WORKERS}
+    return {f'waiting for data, {n} workers': max(0., 1-n/(CORE_S*tiles_per_second))
+        for n in WORKERS}
 
 
 def shown(x) -> str:
@@ -303,13 +325,17 @@ def page(found: dict, model, run) -> str:
         f'Data are there when they are asked for; a tile takes {1e3*CORE_S:.1f} ms of a core, and each loader worker has one.', '',
         f'Assumed of the card and its host (`Rates` in `tests/gpu/predict.py` says what each means): {rates}. They fit sixteen published times of an H200 within 25 %. So a figure here that misses by more than 25 % says something new. '
         'Not foreseen: what a compiler saves by computing cheap things twice, kernels that are much better or worse than their kind, other programs on the machine.', '',
-        '| figure | predicted |', '|---|---|', *(f'| {name} | {shown(x)} |' for name, x in found.items()), ''])
+        '| figure | predicted |', '|---|---|',
+        *(f'| {name} | {shown(x)} |' for name, x in found.items()), ''])
 
 
 def read_page(path: Path) -> dict:
     "The figures of PREDICTED.md."
-    rows = [line.strip('| \n').split(' | ') for line in path.read_text(encoding='utf-8').splitlines() if line.startswith('|')]
+    rows = [line.strip('| \n').split(' | ')
+        for line in path.read_text(encoding='utf-8').splitlines()
+        if line.startswith('|')]
     return {r[0]: float(r[1]) for r in rows[2:]}
 
 
-if __name__ == '__main__': sys.stdout.write(page(predict(*preset('nanovlm')), *preset('nanovlm')))
+if __name__ == '__main__':
+    sys.stdout.write(page(predict(*preset('nanovlm')), *preset('nanovlm')))
