@@ -32,7 +32,7 @@ def test_chapter_zero_is_one_page_of_plain_pytorch():
     names = {n.module if isinstance(n, ast.ImportFrom) else n.names[0].name
         for n in ast.walk(tree) if isinstance(n, (ast.Import, ast.ImportFrom))}
     assert names == {'re', 'matplotlib.pyplot', 'numpy', 'torch', 'torch.nn',
-        'nanovlm_nb.data.samples'}
+        'nanovlm_nb.data.shapes'}
 
 
 def test_pictures_of_the_home_page_are_what_notebooks_show():

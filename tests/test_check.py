@@ -48,7 +48,7 @@ def test_a_run_that_can_start(tmp_path):
                                  PATH=os.path.dirname(sys.executable))
     assert code == 0 and len(lines) < 40, lines
     assert found['short run'][1].startswith('3 updates, loss') and found['Slurm'][0] == SKIP
-    table = next(c['source'] for c in cells(next(NBS.glob('61_*.ipynb')), 'markdown')
+    table = next(c['source'] for c in cells(next(NBS.glob('71_*.ipynb')), 'markdown')
         if c['id'] == 'f0140001')
     listed = [n for row in table.splitlines()[4:]
         for n in re.findall(r'`([^`]+)`', row.rsplit('|', 2)[1])]

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
-import nanovlm_nb.data.loader as load
+import nanovlm_nb.data.files as load
 from nanovlm_nb.core.config import VLMConfig
 from nanovlm_nb.core.usage import UsageError
 from nanovlm_nb.data.drops import Dropped,Drops

@@ -23,8 +23,8 @@ import pytest
 import torch
 from PIL import Image
 
-import nanovlm_nb.data.lanes as lanes_module
-import nanovlm_nb.data.loader as load
+import nanovlm_nb.data.loader as loader_module
+import nanovlm_nb.data.files as load
 from nanovlm_nb.core.config import evolve, preset
 from nanovlm_nb.data.samples import VQADataset
 from nanovlm_nb.core.dist import Dist, seed_worker
@@ -555,5 +555,5 @@ def test_many_lanes_hold_no_file_open(root, tokenizer, monkeypatch):
         states={k: [0, None, 0, 0] for k in state['states']})
     again, _, then = played(older)
     assert then['rules']['first'] == 8 and sorted(i for ids in again for p in ids for i in p) == sorted(i for ids in packs for p in ids for i in p)
-    monkeypatch.setattr(lanes_module, 'OPEN_LANES', 99)
+    monkeypatch.setattr(loader_module, 'OPEN_LANES', 99)
     assert played()[0] == packs

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['CHAT_TEMPLATE', 'PROMPTS', 'FIELDS', 'FINE', 'CAREFUL', 'REFUSED', 'OF_RUN', 'BESIDE_WEIGHTS', 'OWN_FIELDS',
-           'PRESETS', 'BACKBONE_RATES', 'image_tokens', 'VLMConfig', 'evolve', 'TrainConfig', 'check_configs',
-           'described', 'rules', 'resume_rule', 'preset', 'change', 'tiny', 'set_env', 'effective_batch_size', 'Length',
+           'PRESETS', 'BACKBONE_RATES', 'image_tokens', 'VLMConfig', 'evolve', 'Length', 'TrainConfig', 'check_configs',
+           'described', 'rules', 'resume_rule', 'preset', 'change', 'tiny', 'set_env', 'effective_batch_size',
            'loader_workers', 'load_function', 'get_run_name']
 
 # %% ../../nbs/03_core.config.ipynb #3a3a3caa
@@ -285,6 +285,39 @@ def evolve(cfg:C, **changes)->C:
     new.check()
     return new
 
+# %% ../../nbs/03_core.config.ipynb #5a3b1e02
+@dataclass(frozen=True)
+class Length:
+    "How long a run is: so many updates, or so many samples, and in any case at most so many epochs."
+    steps:int # updates
+    samples:int|None = None # in place of the updates
+    epochs:int|None = None # passes over the data; None: as many as it takes
+
+    def __str__(self):
+        return f'{self.steps} updates' if self.samples is None else f'{self.samples} samples'
+
+    def is_reached(self, step:int, samples:int, epoch:int=0)->bool: # made, seen and completed so far
+        "Returns whether nothing is left."
+        if self.epochs and epoch>=self.epochs: return True
+        return step>=self.steps if self.samples is None else samples>=self.samples
+
+    def updates(self, size:float|None=None, step:int=0, samples:int=0,
+        planned:int|None=None)->int|None:
+        """Returns the updates of the whole run, `step` of them and `samples` so far included; None: unknown.
+        `size` is the samples of an update from now on, `planned` the updates that `epochs` come to."""
+        limits = [planned] if planned else []
+        if self.samples is None: limits.append(self.steps)
+        elif size: limits.append(step+max(math.ceil((self.samples-samples)/size), 0))
+        return min(limits, default=None)
+
+    def place(self, step:int, samples:int, size:float,
+        planned:int|None=None)->tuple[float,Any]:
+        """Returns `step` and `max_steps` for the schedule of an update of `size` samples.
+        A run that counts samples is measured in updates of that size."""
+        if self.samples is None: return step,self.updates(planned=planned)
+        size = min(max(size, 1), self.samples) # an update may be empty, or larger than the run
+        return samples/size,self.samples/size
+
 # %% ../../nbs/03_core.config.ipynb #56d5d990
 PROMPTS = 'nanovlm','plain' # how benchmarks can be asked
 
@@ -437,7 +470,7 @@ class TrainConfig(Config):
     eval_wait:Waiting = 600. # seconds that a run waits at its end for evaluations still under way
 
     @property
-    def length(self)->'Length':
+    def length(self)->Length:
         "How long the run is."
         return Length(self.max_training_steps, self.max_training_samples,
             self.max_epochs)
@@ -751,39 +784,6 @@ def set_env()->None:
 def effective_batch_size(train_cfg:TrainConfig, world_size:int=1)->int:
     "Returns the packs of one update, over all ranks."
     return train_cfg.batch_size*train_cfg.gradient_accumulation_steps*world_size
-
-# %% ../../nbs/03_core.config.ipynb #5a3b1e02
-@dataclass(frozen=True)
-class Length:
-    "How long a run is: so many updates, or so many samples, and in any case at most so many epochs."
-    steps:int # updates
-    samples:int|None = None # in place of the updates
-    epochs:int|None = None # passes over the data; None: as many as it takes
-
-    def __str__(self):
-        return f'{self.steps} updates' if self.samples is None else f'{self.samples} samples'
-
-    def is_reached(self, step:int, samples:int, epoch:int=0)->bool: # made, seen and completed so far
-        "Returns whether nothing is left."
-        if self.epochs and epoch>=self.epochs: return True
-        return step>=self.steps if self.samples is None else samples>=self.samples
-
-    def updates(self, size:float|None=None, step:int=0, samples:int=0,
-        planned:int|None=None)->int|None:
-        """Returns the updates of the whole run, `step` of them and `samples` so far included; None: unknown.
-        `size` is the samples of an update from now on, `planned` the updates that `epochs` come to."""
-        limits = [planned] if planned else []
-        if self.samples is None: limits.append(self.steps)
-        elif size: limits.append(step+max(math.ceil((self.samples-samples)/size), 0))
-        return min(limits, default=None)
-
-    def place(self, step:int, samples:int, size:float,
-        planned:int|None=None)->tuple[float,Any]:
-        """Returns `step` and `max_steps` for the schedule of an update of `size` samples.
-        A run that counts samples is measured in updates of that size."""
-        if self.samples is None: return step,self.updates(planned=planned)
-        size = min(max(size, 1), self.samples) # an update may be empty, or larger than the run
-        return samples/size,self.samples/size
 
 # %% ../../nbs/03_core.config.ipynb #017bf0b4
 def loader_workers(cfg:TrainConfig, cores:int|None=None)->int: # of a rank; None: unknown

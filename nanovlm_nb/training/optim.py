@@ -100,7 +100,7 @@ def set_lrs(optimizer:torch.optim.Optimizer, schedule:Callable|dict[str,Callable
     if a schedule, which may be a user's, gives none."""
     for group in optimizer.param_groups:
         rates = schedule[group['name']] if isinstance(schedule, dict) else schedule
-        wait = 0.
+        wait:float = 0
         if alone and group['name'].startswith(('vision_encoder','decoder')):
             wait = alone if alone>=1 else alone*max_steps
         lr = rates(step-wait, group['max_lr'], max_steps-wait) if step>=wait else 0.

@@ -253,7 +253,8 @@ LONG = 1000 # updates of a run that wins back the time of compiling
 
 def _prepare(trainer:Trainer)->None: # every rank must call
     """Estimates the updates of an epoch if the run counts epochs, and tells the log the length of the run.
-    Compiles blocks if `compile` was left open and pays: in long runs on CUDA. An earlier start has decided."""
+    Compiles blocks if `compile` was left open and pays: in long runs on CUDA.
+    An earlier start has decided."""
     cfg = trainer.cfg
     if cfg.max_epochs:
         if trainer.epoch_size is None:
