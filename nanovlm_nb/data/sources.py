@@ -80,8 +80,7 @@ BROKEN = (pa.ArrowException, CastError, TypeError, OSError, EOFError, tarfile.Ta
 
 def _is_damage(e):
     "Whether a file, or its columns, cannot be read; other errors are the system's."
-    return type(e) is OSError and e.errno is None or not isinstance(e,
-        (OSError, MemoryError))
+    return type(e) is OSError and e.errno is None or not isinstance(e, (OSError, MemoryError))
 
 def head_rows(rows)->list[dict]: # a table, a stream, or what gives rows
     "The first rows of a data set; none if its columns are known or were looked at, or if a file is damaged."
