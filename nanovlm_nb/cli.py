@@ -55,7 +55,8 @@ _PARSERS:dict[str,Callable] = {} # name -> what makes its parser, see `SettingsP
 def _kind(parameter):
     "Returns what an argument of a command is if it is given; None: it comes with the settings of a run."
     kind = parameter.annotation
-    if rule_of(kind)[0] not in (bool,int,float,str,list): return None
+    if rule_of(kind)[0] not in (bool,int,float,str,list):
+        return None
     return get_args(kind)[0] if NoneType in get_args(kind) else kind
 
 def _words_for(parameter, kind):
@@ -66,7 +67,8 @@ def _words_for(parameter, kind):
         return dict(nargs='*' if base is list else '?')
     words = dict(default=parameter.default)
     if base is bool: return words|dict(action='store_true')
-    if parameter.default==[]: return words|dict(action='append')
+    if parameter.default==[]:
+        return words|dict(action='append')
     if base is list: return words|dict(nargs='+')
     return words|dict(metavar=base.__name__.upper())
 
@@ -105,7 +107,8 @@ def _read(name:str, words:list[str])->dict[str,Any]: # a command, what follows i
     for argument,parameter in signature(COMMANDS[name]).parameters.items():
         value = found[argument]
         kind = _kind(parameter)
-        if kind and value is not None: value = as_type(argument, value, kind)
+        if kind and value is not None:
+            value = as_type(argument, value, kind)
         arguments[argument] = value
     return arguments
 
@@ -265,7 +268,8 @@ def _runs(runs:list[Logged]|None, # directory of runs, or a log.jsonl; default: 
     names = runs or ['checkpoints']
     require(runs or Path('checkpoints').is_dir(),
         'there is no folder checkpoints here: name a run, or train one')
-    with user_path(): folders = [name for name in names if runs_in(name)]
+    with user_path():
+        folders = [name for name in names if runs_in(name)]
     require(len(runs or folders)==1 or not (follow or pth),
         '--follow and --pth are for a single run')
     others = pth or follow or delete_older_than is not None or delete_abandoned

@@ -1,4 +1,5 @@
 "The way through the book: chapter zero is one page, the home page shows what notebooks computed."
+
 import ast
 import io
 import os
@@ -12,16 +13,24 @@ import pytest
 from PIL import Image
 from test_docs import NBS, ROOT, cells, script, text_of
 
-ZERO = NBS/'00_one_page.ipynb'
+ZERO = NBS / '00_one_page.ipynb'
 
 
 def shown(notebook: Path) -> list[str]:
     "The code that a reader sees unfolded, without directives."
-    code = [c['source'] for c in cells(notebook, 'code')
-        if not re.search(r'^#\| ?(hide|hide_input|code-fold.*)$', c['source'],
-        re.MULTILINE)]
-    return [line for c in code for line in c.splitlines() if line.strip()
-        and not line.startswith('#|')]
+    code = [
+        c['source']
+        for c in cells(notebook, 'code')
+        if not re.search(
+            r'^#\| ?(hide|hide_input|code-fold.*)$', c['source'], re.MULTILINE
+        )
+    ]
+    return [
+        line
+        for c in code
+        for line in c.splitlines()
+        if line.strip() and not line.startswith('#|')
+    ]
 
 
 def test_chapter_zero_is_one_page_of_plain_pytorch():
@@ -29,55 +38,97 @@ def test_chapter_zero_is_one_page_of_plain_pytorch():
     assert 60 < len(lines) <= 120, f'{len(lines)} lines'
     assert max(map(len, lines)) <= 110
     tree = ast.parse('\n'.join(lines))
-    names = {n.module if isinstance(n, ast.ImportFrom) else n.names[0].name
-        for n in ast.walk(tree) if isinstance(n, (ast.Import, ast.ImportFrom))}
-    assert names == {'re', 'matplotlib.pyplot', 'numpy', 'torch', 'torch.nn',
-        'nanovlm_nb.data.shapes'}
+    names = {
+        n.module if isinstance(n, ast.ImportFrom) else n.names[0].name
+        for n in ast.walk(tree)
+        if isinstance(n, (ast.Import, ast.ImportFrom))
+    }
+    assert names == {
+        're',
+        'matplotlib.pyplot',
+        'numpy',
+        'torch',
+        'torch.nn',
+        'nanovlm_nb.data.shapes',
+    }
 
 
 def test_pictures_of_the_home_page_are_what_notebooks_show():
-    home = text_of(NBS/'index.ipynb') + text_of(NBS/'tutorials'/'reference.ipynb').replace('](../', '](')
-    styles = (NBS/'styles.css').read_text(encoding='utf-8')
+    home = text_of(NBS / 'index.ipynb') + text_of(
+        NBS / 'tutorials' / 'reference.ipynb'
+    ).replace('](../', '](')
+    styles = (NBS / 'styles.css').read_text(encoding='utf-8')
     for name, content in script('pictures').pictures().items():
-        there = (NBS/name).read_bytes()
-        same = there == content if name.endswith('.svg') else np.array_equal(*(np.asarray(Image.open(io.BytesIO(b)).convert('RGB')) for b in (there, content)))
+        there = (NBS / name).read_bytes()
+        same = (
+            there == content
+            if name.endswith('.svg')
+            else np.array_equal(
+                *(
+                    np.asarray(Image.open(io.BytesIO(b)).convert('RGB'))
+                    for b in (there, content)
+                )
+            )
+        )
         assert same, f'nbs/{name} is not what its notebook shows: run `make readme`'
-        if not name.endswith('_dark.png'): assert f']({name})' in home
+        if not name.endswith('_dark.png'):
+            assert f']({name})' in home
         else:
-            assert f'body.quarto-dark img[src$="{name.replace("_dark", "")}"] {{ content: url("{name}"); }}' in styles
+            assert (
+                f'body.quarto-dark img[src$="{name.replace("_dark", "")}"] {{ content: url("{name}"); }}'
+                in styles
+            )
 
 
 def test_figures_of_the_home_page_are_those_of_the_first_run():
-    home = text_of(NBS/'index.ipynb')
-    run = text_of(NBS/'tutorials'/'first_run.ipynb')
-    claim, = re.findall(r'It answers ([\d.]+) % of ([\d,]+) held-out questions right; about the picture of another scene ([\d.]+) %, '
-                        r'and the best guess without looking reaches ([\d.]+) %', home)
-    row, = re.findall(r'^all +(\d+) +([\d.]+)% +([\d.]+)% +([\d.]+)% +[\d.]+%$', run,
-        re.MULTILINE)
+    home = text_of(NBS / 'index.ipynb')
+    run = text_of(NBS / 'tutorials' / 'first_run.ipynb')
+    (claim,) = re.findall(
+        r'It answers ([\d.]+) % of ([\d,]+) held-out questions right; about the picture of another scene ([\d.]+) %, '
+        r'and the best guess without looking reaches ([\d.]+) %',
+        home,
+    )
+    (row,) = re.findall(
+        r'^all +(\d+) +([\d.]+)% +([\d.]+)% +([\d.]+)% +[\d.]+%$', run, re.MULTILINE
+    )
     assert (claim[1].replace(',', ''), claim[0], *claim[2:]) == row
 
 
 def test_the_table_of_benchmarks_is_what_the_pages_measured(monkeypatch):
     "Made anew from the outputs that the pages saved, it is the table that is saved; every page is in it, its code folded away."
-    summary = NBS/'benchmarks'/'summary.ipynb'
+    summary = NBS / 'benchmarks' / 'summary.ipynb'
     monkeypatch.chdir(summary.parent)
     made: dict = {}
-    for c in cells(summary, 'code'): exec(c['source'], made)
-    saved, = (''.join(o['data']['text/markdown']) for c in cells(summary, 'code')
-        for o in c['outputs'])
+    for c in cells(summary, 'code'):
+        exec(c['source'], made)
+    (saved,) = (
+        ''.join(o['data']['text/markdown'])
+        for c in cells(summary, 'code')
+        for o in c['outputs']
+    )
     assert made['table'] == saved, 'run nbs/benchmarks/summary.ipynb and save it'
-    pages = [p for p in (NBS/'benchmarks').glob('*.ipynb') if p != summary]
-    assert len(pages) >= 5 and {p.name for p in pages} == set(re.findall(r'\]\(([^)\s#]+\.ipynb)', saved))
+    pages = [p for p in (NBS / 'benchmarks').glob('*.ipynb') if p != summary]
+    assert len(pages) >= 5 and {p.name for p in pages} == set(
+        re.findall(r'\]\(([^)\s#]+\.ipynb)', saved)
+    )
     for p in pages:
-        assert cells(p, 'markdown')[0]['source'].splitlines()[-1] == '- code-fold: true', p.name
-    assert len(re.findall(r'\*\*.*\d.*\*\*', saved)) == len(saved.splitlines())-2  # a figure in each row
+        assert (
+            cells(p, 'markdown')[0]['source'].splitlines()[-1] == '- code-fold: true'
+        ), p.name
+    assert (
+        len(re.findall(r'\*\*.*\d.*\*\*', saved)) == len(saved.splitlines()) - 2
+    )  # a figure in each row
 
 
 @pytest.mark.slow
 def test_chapter_zero_trains_and_looks():
     "All of its cells, the minute of training included, with what they assert."
-    done = subprocess.run([f'{sys.exec_prefix}/bin/nbdev_test', '--path', ZERO, '--flags', 'slow'], cwd=ROOT,
-                          env=os.environ | dict(OMP_NUM_THREADS='1'),
-                          capture_output=True, text=True,
-                          timeout=1200)
+    done = subprocess.run(
+        [f'{sys.exec_prefix}/bin/nbdev_test', '--path', ZERO, '--flags', 'slow'],
+        cwd=ROOT,
+        env=os.environ | dict(OMP_NUM_THREADS='1'),
+        capture_output=True,
+        text=True,
+        timeout=1200,
+    )
     assert done.returncode == 0, done.stderr[-2000:]

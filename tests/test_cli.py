@@ -1,4 +1,5 @@
 "The command line: flags, presets, YAML files, help."
+
 import json
 import os
 import subprocess
@@ -11,20 +12,39 @@ import yaml
 
 from commands import TINY
 from nanovlm_nb.cli import COMMANDS
-from nanovlm_nb.core.config import FIELDS,OWN_FIELDS,PRESETS,TrainConfig,VLMConfig,described,preset
-from nanovlm_nb.core.settings import load_yaml,parse_args,save_yaml
+from nanovlm_nb.core.config import (
+    FIELDS,
+    OWN_FIELDS,
+    PRESETS,
+    TrainConfig,
+    VLMConfig,
+    described,
+    preset,
+)
+from nanovlm_nb.core.settings import load_yaml, parse_args, save_yaml
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
 def run_python(code: str, *args: str, **env: str) -> subprocess.CompletedProcess:
     "A new Python with the package on its path."
-    clean = {k: v for k, v in os.environ.items()
-        if k not in ('TOKENIZERS_PARALLELISM', 'PYTORCH_CUDA_ALLOC_CONF',
-        'PYTORCH_ALLOC_CONF')}
-    return subprocess.run([sys.executable, '-c', code, *args],
+    clean = {
+        k: v
+        for k, v in os.environ.items()
+        if k
+        not in (
+            'TOKENIZERS_PARALLELISM',
+            'PYTORCH_CUDA_ALLOC_CONF',
+            'PYTORCH_ALLOC_CONF',
+        )
+    }
+    return subprocess.run(
+        [sys.executable, '-c', code, *args],
         env={**clean, 'PYTHONPATH': str(ROOT), **env},
-        text=True, capture_output=True, timeout=120)
+        text=True,
+        capture_output=True,
+        timeout=120,
+    )
 
 
 def parsed(line: str) -> dict:
@@ -45,8 +65,12 @@ FLAGS = [
     ('log_wandb', True, 'true', True),
     ('resume_from_vlm_checkpoint', False, 'True', True),
     ('resume_from_vlm_checkpoint', False, 'false', False),
-    ('train_dataset_path', 'HuggingFaceM4/FineVision_concat_shuffled_2', 'data/own',
-        'data/own'),
+    (
+        'train_dataset_path',
+        'HuggingFaceM4/FineVision_concat_shuffled_2',
+        'data/own',
+        'data/own',
+    ),
     ('relevance_min_rating', 1, '3', 3),
     ('image_correspondence_min_rating', 1, '2', 2),
     ('visual_dependency_min_rating', 1, '0', 0),
@@ -57,34 +81,51 @@ FLAGS = [
 @pytest.mark.parametrize('name, default, text, value', FLAGS)
 def test_flags_of_nanovlm(name, default, text, value):
     assert parsed('--preset nanovlm')[name] == default
-    for line in (f'--{name} {text}', f'--{name}={text}',
-        f'--{name.replace("_", "-")} {text}'):
+    for line in (
+        f'--{name} {text}',
+        f'--{name}={text}',
+        f'--{name.replace("_", "-")} {text}',
+    ):
         found = parsed(f'--preset nanovlm {line}')[name]
         assert found == value and type(found) is type(value)
 
 
 def words(value) -> list[str]:
     "A value as a shell has it."
-    return [json.dumps(value)] if isinstance(value, dict) else [str(v)
-        for v in (value if isinstance(value, list) else [value])]
+    return (
+        [json.dumps(value)]
+        if isinstance(value, dict)
+        else [str(v) for v in (value if isinstance(value, list) else [value])]
+    )
 
 
 @pytest.mark.parametrize('name', PRESETS)
 def test_a_preset_written_as_flags_is_the_preset(name):
     "Every field is a flag, and its values survive being text."
     given = {n: v for cfg in preset(name) for n, v in cfg.to_dict().items() if v != []}
-    assert given.keys() >= FIELDS.keys()-{'train_dataset_weights', 'custom_transforms',
+    assert given.keys() >= FIELDS.keys() - {
+        'train_dataset_weights',
+        'custom_transforms',
         'columns',
-        'vit_full_blocks', 'lm_mrope_sections'}
-    assert parse_args([w for n, v in given.items() for w in (f'--{n}', *words(v))])[:2] == preset(name)
+        'vit_full_blocks',
+        'lm_mrope_sections',
+    }
+    assert parse_args([w for n, v in given.items() for w in (f'--{n}', *words(v))])[
+        :2
+    ] == preset(name)
 
 
-@pytest.mark.parametrize('line',
-    ['', '--preset nanovlm',
-    '--lr_mp 1e-7 --max_grad_norm None --run_name é:#1 --betas 0 0.5 --compile --train_dataset_name x'])
+@pytest.mark.parametrize(
+    'line',
+    [
+        '',
+        '--preset nanovlm',
+        '--lr_mp 1e-7 --max_grad_norm None --run_name é:#1 --betas 0 0.5 --compile --train_dataset_name x',
+    ],
+)
 def test_yaml_round_trip_keeps_every_byte(line, tmp_path):
-    first = tmp_path/'a.yaml'
-    second = tmp_path/'b.yaml'
+    first = tmp_path / 'a.yaml'
+    second = tmp_path / 'b.yaml'
     vlm, train, _ = parse_args(line.split())
     save_yaml(first, vlm, train)
     again_vlm, again_train, _ = parse_args(['--config', str(first)])
@@ -96,18 +137,34 @@ def test_yaml_round_trip_keeps_every_byte(line, tmp_path):
 
 
 def test_defaults_are_those_of_nanovlm(golden):
-    fields_there = set(json.loads((golden/'nanovlm'/'checkpoint'/'config.json').read_text()))
+    fields_there = set(
+        json.loads((golden / 'nanovlm' / 'checkpoint' / 'config.json').read_text())
+    )
     vlm = VLMConfig()
     assert fields_there | OWN_FIELDS == {f.name for f in fields(vlm)}
-    assert (vlm.max_img_size, vlm.resize_to_max_side_len, vlm.extra_token_amount, vlm.lm_vocab_size) == (2048, True, 66, 49218)
-    usual = dict(batch_size=2, gradient_accumulation_steps=8, max_training_steps=40000,
+    assert (
+        vlm.max_img_size,
+        vlm.resize_to_max_side_len,
+        vlm.extra_token_amount,
+        vlm.lm_vocab_size,
+    ) == (2048, True, 66, 49218)
+    usual = dict(
+        batch_size=2,
+        gradient_accumulation_steps=8,
+        max_training_steps=40000,
         val_size=50000,
-        max_images_per_example=4, max_images_per_knapsack=18,
+        max_images_per_example=4,
+        max_images_per_knapsack=18,
         max_sample_length=4096,
-        max_grad_norm=1., eval_interval=500, stats_log_interval=100,
+        max_grad_norm=1.0,
+        eval_interval=500,
+        stats_log_interval=100,
         stream_dataset=True,
-        lmms_eval_batch_size=64)
-    assert usual.items() <= (train := TrainConfig()).to_dict().items() and preset('nanovlm') == (vlm, train)
+        lmms_eval_batch_size=64,
+    )
+    assert usual.items() <= (train := TrainConfig()).to_dict().items() and preset(
+        'nanovlm'
+    ) == (vlm, train)
 
 
 #: each command's help in one process, with its calls of Python functions: what makes it slow, and the same on a busy machine
@@ -142,17 +199,29 @@ def helps():
 def test_every_help_is_quick_and_torch_free(helps):
     found, heavy, modules = helps
     assert not heavy and modules < 700
-    for line, (code, calls, _) in found.items(): assert code == 0 and calls < 450_000, (line, code, calls)  # 320,000 for all settings, 0.3 s
-    assert len(found) == len(COMMANDS)+3
+    for line, (code, calls, _) in found.items():
+        assert code == 0 and calls < 450_000, (
+            line,
+            code,
+            calls,
+        )  # 320,000 for all settings, 0.3 s
+    assert len(found) == len(COMMANDS) + 3
 
 
 @pytest.mark.parametrize('flag', ['--help', '--help_all'])
 def test_the_help_of_a_training_is_complete(helps, flag):
     text = helps[0][f'train {flag}'][2]
-    shown = [n for c in (VLMConfig, TrainConfig)
-        for n, (*_, common) in described(c).items() if flag == '--help_all' or common]
-    assert not [n for n in shown if f'--{n}' not in text.split()] and (flag == '--help_all' or 20 < len(shown) <= 60)
-    for flag in ('--preset', '--config', '--no_log_wandb'): assert flag in text
+    shown = [
+        n
+        for c in (VLMConfig, TrainConfig)
+        for n, (*_, common) in described(c).items()
+        if flag == '--help_all' or common
+    ]
+    assert not [n for n in shown if f'--{n}' not in text.split()] and (
+        flag == '--help_all' or 20 < len(shown) <= 60
+    )
+    for flag in ('--preset', '--config', '--no_log_wandb'):
+        assert flag in text
 
 
 ENVIRONMENT = '''
@@ -169,9 +238,20 @@ main(sys.argv[1:])
 '''
 
 
-@pytest.mark.parametrize('given, found',
-    [({}, ['false', *['expandable_segments:True']*2, 'PASSIVE', '10000']),
-        (dict(TOKENIZERS_PARALLELISM='true', PYTORCH_CUDA_ALLOC_CONF='x', OMP_WAIT_POLICY='ACTIVE'), ['true', 'x', None, 'ACTIVE', None])])
+@pytest.mark.parametrize(
+    'given, found',
+    [
+        ({}, ['false', *['expandable_segments:True'] * 2, 'PASSIVE', '10000']),
+        (
+            dict(
+                TOKENIZERS_PARALLELISM='true',
+                PYTORCH_CUDA_ALLOC_CONF='x',
+                OMP_WAIT_POLICY='ACTIVE',
+            ),
+            ['true', 'x', None, 'ACTIVE', None],
+        ),
+    ],
+)
 def test_the_environment_is_set_before_torch_loads(given, found, monkeypatch):
     "Threads that wait do not spin for long, the allocator grows its segments: torch reads that when it is imported. What the user has set stays."
     monkeypatch.delenv('OMP_WAIT_POLICY', raising=False)
@@ -182,20 +262,29 @@ def test_the_environment_is_set_before_torch_loads(given, found, monkeypatch):
 CORES = len(os.sched_getaffinity(0))
 
 
-@pytest.mark.parametrize('width, threads',
-    [(64, 1), (1536, min(2, CORES)), (2048*CORES, CORES)])
-def test_a_run_on_a_cpu_computes_on_all_its_cores(width, threads, tmp_path,
-    monkeypatch):
+@pytest.mark.parametrize(
+    'width, threads', [(64, 1), (1536, min(2, CORES)), (2048 * CORES, CORES)]
+)
+def test_a_run_on_a_cpu_computes_on_all_its_cores(
+    width, threads, tmp_path, monkeypatch
+):
     "Also with a loader worker, whose threads sleep while they wait (see above); a very narrow model has one thread."
     torch = pytest.importorskip('torch')
     from nanovlm_nb.core.dist import Dist
     from nanovlm_nb.runs.run import plan_run
+
     monkeypatch.delenv('OMP_NUM_THREADS', raising=False)
     monkeypatch.setenv('OMP_WAIT_POLICY', 'PASSIVE')
     before = torch.get_num_threads()
-    flags = [*TINY, '--num_workers', '1', '--lm_inter_dim', str(width),
+    flags = [
+        *TINY,
+        '--num_workers',
+        '1',
+        '--lm_inter_dim',
+        str(width),
         '--vlm_checkpoint_path',
-             str(tmp_path)]
+        str(tmp_path),
+    ]
     plan_run(*parse_args(flags)[:2], Dist())
     found = torch.get_num_threads()
     torch.set_num_threads(before)

@@ -1,4 +1,5 @@
 "A run that is killed at any file operation goes on as if nothing had happened, and leaves nothing lying about."
+
 import json
 import sys
 from pathlib import Path
@@ -9,7 +10,13 @@ from commands import run
 
 def killed_at(which, tmp_path, timeout):
     "What `file_kills.py` found."
-    return json.loads(run([sys.executable, Path(__file__).with_name('file_kills.py'), which], tmp_path, timeout=timeout).stdout.splitlines()[-1])
+    return json.loads(
+        run(
+            [sys.executable, Path(__file__).with_name('file_kills.py'), which],
+            tmp_path,
+            timeout=timeout,
+        ).stdout.splitlines()[-1]
+    )
 
 
 def test_weights_log_and_files_are_those_of_the_run_that_nobody_killed(tmp_path):

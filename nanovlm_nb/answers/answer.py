@@ -33,7 +33,8 @@ from ..data.prompts import encode_chat,encode_prompt,image_strings,place_picture
 from ..data.values import as_list
 from ..data.files import as_picture
 
-if TYPE_CHECKING: from matplotlib.figure import Figure # loaded where something is drawn
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure # loaded where something is drawn
 
 # %% ../../nbs/55_answers.answer.ipynb #e6f35a6f
 def left_pad(prompts:list[list[int]], pad_id:int, device:torch.device, # token ids; of the tensors
@@ -66,7 +67,8 @@ class Reply(str):
 
     def _repr_html_(self):
         question = self.question
-        if not isinstance(question, str): question = question[-1]['user']
+        if not isinstance(question, str):
+            question = question[-1]['user']
         pictures = ''
         for picture in self.images:
             pictures += f'<img alt="a picture" src="{_picture_uri(picture, 160)}"> '
@@ -161,7 +163,8 @@ class Asker:
 
     def sampling(self, given:dict)->dict: # what the caller gave; for `sample`
         "Returns how tokens are picked: greedily, unless a rule for drawing is given."
-        if given.keys()&{'temperature','top_k','top_p'}: return given
+        if given.keys()&{'temperature','top_k','top_p'}:
+            return given
         return dict(greedy=True)|given
 
     def _streams(self, questions, max_new_tokens, stop, shorten, sampling):
@@ -202,7 +205,8 @@ class Asker:
             return self([(questions, max_new_tokens)], stop=stop, **sampling)
         *_,streams = self._streams(questions, max_new_tokens, stop, False, sampling)
         replies = [Reply(text.strip()) for text in streams.texts]
-        for reply,ended in zip(replies, streams.done): reply.cut = not ended
+        for reply,ended in zip(replies, streams.done):
+            reply.cut = not ended
         return replies
 
     def score(self, images:Iterable[Image.Image], question:str|list[dict], # as in `prompt`
@@ -262,7 +266,8 @@ def _with_answers(asker, turns, template):
         *before,last = [dict(user=question)] if isinstance(question, str) else question
         images = [images] if isinstance(images, Image.Image) else list(images)
         key = tuple(map(id, images))
-        if key not in known: known[key] = *asker.tiles(images),images # they live as long as their ids count
+        if key not in known:
+            known[key] = *asker.tiles(images),images # they live as long as their ids count
         tiles,pictures,_ = known[key]
         answered = [*before, last|dict(assistant=answer)]
         ids,labels = encode_chat(tokenizer, answered, pictures, asker.inline)
@@ -381,10 +386,14 @@ def questions_of(rows:Iterable[dict], # samples with `images`, `texts`, and perh
         placed.append((row, images, turns))
     results = []
     for row,images,turns in placed:
-        if row.get('kinds'): kinds = row['kinds']
-        elif row.get('source'): kinds = [row['source']]*len(turns)
-        elif len(different)<=FEW: kinds = [turn['user'] for turn in turns]
-        else: kinds = ['all']*len(turns)
+        if row.get('kinds'):
+            kinds = row['kinds']
+        elif row.get('source'):
+            kinds = [row['source']]*len(turns)
+        elif len(different)<=FEW:
+            kinds = [turn['user'] for turn in turns]
+        else:
+            kinds = ['all']*len(turns)
         for kind,turn in zip(kinds, turns, strict=True):
             results.append(Result(kind, images, turn['user'], turn['assistant']))
     return results
@@ -400,7 +409,8 @@ def answer_all(asker:Asker, results:list[Result], # from `questions_of`; `reply`
         batch = results[start:start+batch_size]
         replies = asker([(result.images,result.question) for result in batch],
             max_new_tokens)
-        for result,reply in zip(batch, replies): result.reply = reply
+        for result,reply in zip(batch, replies):
+            result.reply = reply
     return results
 
 # %% ../../nbs/55_answers.answer.ipynb #0211e668
@@ -408,7 +418,8 @@ def tally_kinds(kinds:list[str], right:list[bool])->dict[str,tuple[int,int]]: # 
     "Returns how many are right and how many there are, by kind, last 'all'."
     require(kinds, 'no result to count: ask some questions first')
     by_kind = {kind:[] for kind in sorted(set(kinds))}
-    for kind,is_right in zip(kinds, right): by_kind[kind].append(is_right)
+    for kind,is_right in zip(kinds, right):
+        by_kind[kind].append(is_right)
     by_kind['all'] = right
     return {kind:(sum(rights), len(rights)) for kind,rights in by_kind.items()}
 
@@ -444,7 +455,8 @@ def plot_answers(results:list[Result], # answered; those with a picture are draw
     require(shown, 'no result has a picture to draw')
     rows = -(-len(shown)//columns)
     fig = Figure(figsize=(2.2*columns,3.1*rows))
-    for ax in fig.subplots(rows, columns, squeeze=False).flat: ax.axis('off')
+    for ax in fig.subplots(rows, columns, squeeze=False).flat:
+        ax.axis('off')
     for ax,result in zip(fig.axes, shown):
         ax.imshow(result.images[0])
         reply = ''.join(letter if letter.isprintable() else '·'
@@ -479,12 +491,14 @@ def ask(checkpoint:str|Path, image:Sequence[str]=(), # a run, a checkpoint, or a
     "Prints the answers of a checkpoint to questions about some pictures."
     right = None
     questions:list = [prompt]
-    if prompt=='-': questions = [line.strip() for line in sys.stdin if line.strip()]
+    if prompt=='-':
+        questions = [line.strip() for line in sys.stdin if line.strip()]
     elif prompt is None:
         picture,question,right = read_example(checkpoint)
         questions = [question]
         image = [str(picture)]
-    for path in image: image_size(path) # before a model is read
+    for path in image:
+        image_size(path) # before a model is read
     asker = Asker.from_checkpoint(checkpoint)
     pictures = [open_image(path, asker.model.cfg.pixel_max) for path in image]
     sampling:dict = {}

@@ -70,7 +70,8 @@ class Heat:
         convention:str='nanovlm', # the view of the whole comes first, or last (smolvlm)
     )->'Heat': # sorted by place
         "Returns tokens in their places."
-        if convention=='qwen': return cls(None, values.unflatten(0, grid), (1,1)) # a tile is a token
+        if convention=='qwen':
+            return cls(None, values.unflatten(0, grid), (1,1)) # a tile is a token
         (rows,cols) = grid
         count = rows*cols
         stack = values.unflatten(0, (count+(count>1),-1))

@@ -129,7 +129,8 @@ def probe(asker:Asker, train_rows:list, rows:list, # samples with decoded `image
     for question in {result.question for result in asked}:
         learn = [result for result in known if result.question==question]
         answers = [result.answer for result in learn]
-        if len({*answers})<2: continue # there is nothing to tell apart
+        if len({*answers})<2:
+            continue # there is nothing to tell apart
         fit = LogisticRegression(max_iter=1000).fit([_mean_patch(asker, r) for r in learn], answers)
         for result in asked:
             if result.question==question:
@@ -153,7 +154,8 @@ def look_at_checkpoint(checkpoint:str|Path, # or a run, or a hub id
     probe_rows:int=0)->None: # training rows for a linear probe; 0: none
     "Prints the table of right answers about held-out rows, and what is wrong with them."
     asker = Asker.from_checkpoint(checkpoint, device)
-    if not config and asker.run_dir: config = asker.run_dir/CONFIG
+    if not config and asker.run_dir:
+        config = asker.run_dir/CONFIG
     if not config:
         raise UsageError(f'{checkpoint} is of no run: give a file with --config')
     _,cfg = load_yaml(config, given=None) # data is read alone

@@ -109,7 +109,8 @@ def _task_file(task:str, include_path:str|None=None)->Path|None: # a path, or a 
 # %% ../../nbs/58_answers.tasks.ipynb #e802959f
 def _why_not(task:str, include_path:str|None=None)->str: # see `_task_file`; with {} in place of the task
     "Returns why a task cannot be evaluated here and how it can be; an empty text if nothing is known."
-    if _task_file(task, include_path) or has_lmms_eval(): return ''
+    if _task_file(task, include_path) or has_lmms_eval():
+        return ''
     return _WRITE_THEM if task in _OWN_TASKS else MISSING
 
 # %% ../../nbs/58_answers.tasks.ipynb #df27cf22
@@ -133,8 +134,10 @@ def _asked_as(task:str, prompts:str)->str: # any task; how benchmarks are asked,
 # %% ../../nbs/58_answers.tasks.ipynb #df27cf25
 def choose_eval_backend(train_cfg:TrainConfig)->str: # 'subprocess', 'in_process' or 'slurm'
     "Returns the backend of evaluations: as in the config, or Slurm where it is; Windows cannot lock logs."
-    if train_cfg.eval_backend!='auto': return train_cfg.eval_backend
-    if shutil.which('sbatch') and Path(train_cfg.eval_script).is_file(): return 'slurm'
+    if train_cfg.eval_backend!='auto':
+        return train_cfg.eval_backend
+    if shutil.which('sbatch') and Path(train_cfg.eval_script).is_file():
+        return 'slurm'
     return 'subprocess' if find_spec('fcntl') else 'in_process'
 
 # %% ../../nbs/58_answers.tasks.ipynb #df27cf27
@@ -150,14 +153,18 @@ def possible_tasks(train_cfg:TrainConfig)->tuple[str,str|None]: # separated by c
     if choose_eval_backend(cfg)=='slurm': # lmms-eval may be only where the jobs run
         absent = []
         for name in ('sbatch',cfg.eval_script):
-            if not (shutil.which(name) or Path(name).is_file()): absent.append(name)
-        if absent: return '',_NO_SLURM.format(' and no '.join(absent))
+            if not (shutil.which(name) or Path(name).is_file()):
+                absent.append(name)
+        if absent:
+            return '',_NO_SLURM.format(' and no '.join(absent))
         possible = names
     else:
         for task in names:
             obstacle = _why_not(task, cfg.eval_include_path)
-            if obstacle: obstacles.setdefault(obstacle, []).append(task)
-            else: possible.append(task)
+            if obstacle:
+                obstacles.setdefault(obstacle, []).append(task)
+            else:
+                possible.append(task)
     lines = [obstacle.format(', '.join(tasks)) for obstacle,tasks in obstacles.items()]
     if {*names}&_benchmarks() and not (HF_HUB_OFFLINE or get_token()):
         lines.append(LOGIN)
@@ -176,7 +183,8 @@ def _question_changes()->dict[str,dict]: # task -> `before`, `replace` (pairs), 
     "Returns what nanoVLM's adapter adds to the questions of each benchmark, and changes in them."
     table = files('nanovlm_nb').joinpath('tasks/nanovlm.json').read_text(encoding='utf-8')
     changes = {}
-    for change in json.loads(table): changes |= dict.fromkeys(change['tasks'], change)
+    for change in json.loads(table):
+        changes |= dict.fromkeys(change['tasks'], change)
     return changes
 
 # %% ../../nbs/58_answers.tasks.ipynb #0638e506
@@ -185,7 +193,8 @@ def as_nanovlm_asks(task:str, question:str)->tuple[str,str]: # of lmms-eval; que
     change = _question_changes().get(task)
     if change is None: return question,''
     question = change['before']+question
-    for old,new in change['replace']: question = question.replace(old, new)
+    for old,new in change['replace']:
+        question = question.replace(old, new)
     return question+change['after'],change['answer']
 
 # %% ../../nbs/58_answers.tasks.ipynb #7f99bdb5
@@ -196,7 +205,8 @@ def _batches(requests:list, size:int, key:Callable, # of lmms-eval; most of a ba
     for place,request in enumerate(requests):
         groups.setdefault(key(request), []).append(place)
     for group in groups.values():
-        for start in range(0, len(group), size): yield group[start:start+size]
+        for start in range(0, len(group), size):
+            yield group[start:start+size]
 
 # %% ../../nbs/58_answers.tasks.ipynb #49d63ee1
 try:
@@ -226,7 +236,8 @@ class NanoVLM(lmms):
             f"prompts is {prompts!r}: give {' or '.join(PROMPTS)}")
         if device is None and torch.cuda.is_available():
             device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
-        if pretrained is not None: asker = Asker.from_checkpoint(pretrained, device)
+        if pretrained is not None:
+            asker = Asker.from_checkpoint(pretrained, device)
         self.asker:Any = asker
         self.prompts = prompts
         self.batch_size = int(batch_size)
@@ -256,7 +267,8 @@ class NanoVLM(lmms):
                 words = (args[0],) if plain else as_nanovlm_asks(args[4], args[0])
                 questions.append((self.pictures(*args[2:6]), *words))
             stop = []
-            if plain: stop = [*filter(None, _flat(options.get('until')))]
+            if plain:
+                stop = [*filter(None, _flat(options.get('until')))]
             longest = int(options.get('max_new_tokens') or self.max_new_tokens)
             pieces = replace(self.asker, numbered=plain).stream(questions, longest,
                 stop,
@@ -356,7 +368,8 @@ def write_tasks(folder:str|Path, # made if needed
 def read_rows(path:str|Path, limit:float|None=None)->list[dict]: # below 1 a share, None: all; decoded
     "Returns the rows of a question file."
     count = read_metadata(path).num_rows
-    if limit is not None: count = math.ceil(count*limit) if limit<1 else int(limit)
+    if limit is not None:
+        count = math.ceil(count*limit) if limit<1 else int(limit)
     if not count: return []
     rows = datasets.load_dataset('parquet', data_files=str(path), split='train',
         streaming=True)
@@ -370,7 +383,8 @@ def flat_figures(results:dict)->dict[str,float]: # of lmms-eval: task -> name ->
         for name,value in values.items():
             if 'stderr' in name or type(value) is bool: continue
             is_number = isinstance(value, (int,float,np.number)) and math.isfinite(value)
-            if is_number: figures[f"{task}_{name.split(',')[0]}"] = float(value)
+            if is_number:
+                figures[f"{task}_{name.split(',')[0]}"] = float(value)
     return figures
 
 # %% ../../nbs/58_answers.tasks.ipynb #11a03f87
@@ -455,7 +469,8 @@ def evaluate_tasks(model:VisionLanguageModel, tasks:str, **how:Any)->dict|None: 
     all_of:dict[str,Any] = dict(tasks=[], results={}, samples={}, prompts={}, failed={})
     try:
         asker = Asker.from_model(model)
-        for task in task_names(tasks): _add(all_of, task, asker, settings)
+        for task in task_names(tasks):
+            _add(all_of, task, asker, settings)
     finally: model.train(training)
     return all_of if settings.dist.is_master else None
 
@@ -489,7 +504,8 @@ def _evaluate_into(model:VisionLanguageModel, tasks:str, # as `evaluate_tasks` t
     "Evaluates the tasks that a result file lacks, and writes each into it as soon as it is done."
     failed:dict[str,str] = {}
     for task in task_names(tasks):
-        if values['prompts'].get(task)==_asked_as(task, how['prompts']): continue
+        if values['prompts'].get(task)==_asked_as(task, how['prompts']):
+            continue
         results:Any = evaluate_tasks(model, task, **how)
         values = _result_values(values, results)
         failed = failed|results['failed']
@@ -520,11 +536,13 @@ def evaluate_checkpoint(checkpoint:str|Path, tasks:str, # or a run, or a hub id;
     path = Path(out) if out else None
     names = task_names(tasks)
     kind,_,number = Path(checkpoint).name.rpartition('_')
-    if step is None and kind=='step' and number.isdigit(): step = int(number)
+    if step is None and kind=='step' and number.isdigit():
+        step = int(number)
     head = dict(global_step=step, checkpoint=str(checkpoint), limit=limit)
     before = _result_before(path, head) # before a model is read
     own = [] # their questions are made here
-    if not include_path: own = [task for task in names if task in _OWN_TASKS]
+    if not include_path:
+        own = [task for task in names if task in _OWN_TASKS]
     model = Asker.from_checkpoint(checkpoint, device).model
     with tempfile.TemporaryDirectory() as folder:
         if own: include_path = str(write_tasks(folder, names=own))

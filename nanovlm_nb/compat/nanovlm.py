@@ -94,7 +94,8 @@ class ConstantLengthDataset(IterableDataset):
     def __iter__(self)->Iterator[dict]: # `input_ids` and others, see `pack`
         for epoch in count(self.epoch):
             count_of_packs = 0
-            for count_of_packs,packed in enumerate(self._epoch(epoch), 1): yield packed
+            for count_of_packs,packed in enumerate(self._epoch(epoch), 1):
+                yield packed
             if not self.infinite: return
             require(count_of_packs,
                 f'no sample can be packed: {self.drops.blame or "there are no rows"}')

@@ -38,10 +38,13 @@ def _pixel_tensor(picture:Image.Image|bytes|str|Path, # whatever `open_image` ta
 )->Tensor: # (3, H, W)
     "Decode a picture and preprocess it."
     pixels = preprocess(open_image(picture))
-    if isinstance(pixels, Mapping): pixels = pixels['pixel_values']
-    if isinstance(pixels, (tuple, list)) and len(pixels): pixels = pixels[0]
+    if isinstance(pixels, Mapping):
+        pixels = pixels['pixel_values']
+    if isinstance(pixels, (tuple, list)) and len(pixels):
+        pixels = pixels[0]
     pixels = torch.as_tensor(pixels)
-    if pixels.ndim == 4 and len(pixels) == 1: pixels = pixels[0]
+    if pixels.ndim == 4 and len(pixels) == 1:
+        pixels = pixels[0]
     require(pixels.ndim == 3 and len(pixels) == 3,
         f'preprocess makes {tuple(pixels.shape)} of a picture: '
         'it must give one tensor (3, H, W)')
@@ -61,8 +64,10 @@ class VLMDataset(Dataset):
         self.usable = [] # their numbers
         for i,row in enumerate(self.rows):
             checked = to_row(row, i, marks=True)
-            if isinstance(checked, Dropped): self.bad_lines.add(checked)
-            else: self.usable.append(i)
+            if isinstance(checked, Dropped):
+                self.bad_lines.add(checked)
+            else:
+                self.usable.append(i)
         self.tokenizer = tokenizer
         self.preprocess = preprocess
         self.max_length = max_length
@@ -90,9 +95,11 @@ class VLMDataset(Dataset):
         length = self.max_length
         pictures = [self.image_special_token]*count
         texts, _ = number_marks(row['texts'], count) # where they are, at the beginning and at the end too
-        try: ids, labels = encode_chat(self.tokenizer, texts, pictures, True,
-            self.frames, self.special)
-        except UsageError as e: raise Dropped(row['id'], 'template', str(e)) from e
+        try:
+            ids, labels = encode_chat(self.tokenizer, texts, pictures, True,
+                self.frames, self.special)
+        except UsageError as e:
+            raise Dropped(row['id'], 'template', str(e)) from e
         runs = _count_runs(ids, self.image_ids)
         if runs != count:
             raise Dropped(row['id'], 'placeholders',
@@ -106,7 +113,8 @@ class VLMDataset(Dataset):
 
     def pixels(self, row:dict)->Tensor: # from `to_row`; (pictures, 3, H, W)
         "Decode the pictures of a row; raises `Dropped` if one is damaged."
-        try: pixels = [_pixel_tensor(im, self.preprocess) for im in row['images']]
+        try:
+            pixels = [_pixel_tensor(im, self.preprocess) for im in row['images']]
         except UnreadableImage as e:
             raise Dropped(row['id'], 'unreadable_image', str(e)) from e
         return torch.stack(pixels) if pixels else self.no_pixels
@@ -122,8 +130,10 @@ class VLMDataset(Dataset):
     def __getitem__(self, i:int)->tuple[Tensor,Tensor,Tensor,Tensor]: # see `item`; int64, pixels float
         "An item; a UsageError names a line that cannot be one."
         row = to_row(self.rows[self.usable[i]], i, marks=True)
-        try: return self.item(*self.encode(row), self.pixels(row))
-        except Dropped as d: raise UsageError(f'{d.id}: {d.detail}') from d
+        try:
+            return self.item(*self.encode(row), self.pixels(row))
+        except Dropped as d:
+            raise UsageError(f'{d.id}: {d.detail}') from d
 
 # %% ../../nbs/76_compat.padded.ipynb #01b8c2f2
 def collate_items(items:list[tuple[Tensor,Tensor,Tensor,Tensor]], # from `VLMDataset`

@@ -161,7 +161,8 @@ class VLMConfig(Config):
     @property
     def most_tiles(self)->int:
         "Tiles of the largest picture, the view of the whole included."
-        if self.native: return max(self.max_pixels//self.vit_img_size**2, 1)
+        if self.native:
+            return max(self.max_pixels//self.vit_img_size**2, 1)
         side = self.max_img_size//self.vit_img_size
         return side*side+(side>1)
 
@@ -212,7 +213,8 @@ def _sizes_divide(c):
     factors = ', '.join(str(n) for n in range(1, side+1) if side%n==0)
     pairs = [('vit_hidden_dim','vit_n_heads'), ('max_img_size','vit_img_size'),
         ('lm_n_heads','lm_n_kv_heads')]
-    if not c.lm_head_dim: pairs.append(('lm_hidden_dim','lm_n_heads'))
+    if not c.lm_head_dim:
+        pairs.append(('lm_hidden_dim','lm_n_heads'))
     numbers = [(n, getattr(c, n), by, getattr(c, by)) for n,by in pairs]
     return [*((x%y==0, f'{n} {x} is no multiple of {by} {y}: change one of them')
         for n,x,by,y in numbers),
@@ -281,7 +283,8 @@ def evolve(cfg:C, **changes)->C:
     "Returns a changed, checked copy in which derived fields follow; what is changed counts as given."
     new = deepcopy(cfg)
     vars(new).update((n, None) for n,v in cfg.derived().items() if getattr(cfg, n)==v)
-    for name,value in changes.items(): setattr(new, name, value)
+    for name,value in changes.items():
+        setattr(new, name, value)
     new.check()
     return new
 
@@ -306,15 +309,18 @@ class Length:
         """Returns the updates of the whole run, `step` of them and `samples` so far included; None: unknown.
         `size` is the samples of an update from now on, `planned` the updates that `epochs` come to."""
         limits = [planned] if planned else []
-        if self.samples is None: limits.append(self.steps)
-        elif size: limits.append(step+max(math.ceil((self.samples-samples)/size), 0))
+        if self.samples is None:
+            limits.append(self.steps)
+        elif size:
+            limits.append(step+max(math.ceil((self.samples-samples)/size), 0))
         return min(limits, default=None)
 
     def place(self, step:int, samples:int, size:float,
         planned:int|None=None)->tuple[float,Any]:
         """Returns `step` and `max_steps` for the schedule of an update of `size` samples.
         A run that counts samples is measured in updates of that size."""
-        if self.samples is None: return step,self.updates(planned=planned)
+        if self.samples is None:
+            return step,self.updates(planned=planned)
         size = min(max(size, 1), self.samples) # an update may be empty, or larger than the run
         return samples/size,self.samples/size
 
@@ -485,7 +491,8 @@ class TrainConfig(Config):
     def trackers(self)->list[str]:
         "Where figures go beside log.jsonl."
         asked = self.tracker
-        if asked=='auto': asked = 'wandb' if self.log_wandb else 'none'
+        if asked=='auto':
+            asked = 'wandb' if self.log_wandb else 'none'
         return [name.strip() for name in asked.split(',') if name.strip()!='none']
 
     def check(self)->None:
@@ -493,7 +500,8 @@ class TrainConfig(Config):
         vars(self)['max_grad_norm'] = self.max_grad_norm or None # a norm of 0 leaves nothing of the gradient
         check_known(self.trackers, ['wandb','trackio','tensorboard','none','auto'],
             'tracker')
-        for ok,message in (*_sizes_fit(self), *_parts_fit(self)): require(ok, message)
+        for ok,message in (*_sizes_fit(self), *_parts_fit(self)):
+            require(ok, message)
 
 # %% ../../nbs/03_core.config.ipynb #56d5d992
 _MOST_PACKS = 2**14 # of a rank in an update: each is a lane with a place in the data
@@ -585,7 +593,8 @@ REFUSED = 'refused' # what a change means for a run that is resumed
 def rules(level:str, table:dict[str,str])->dict[str,tuple[str,str]]:
     "Returns level and reason by field, from a table of reasons by several fields."
     found = {}
-    for names,why in table.items(): found |= dict.fromkeys(names.split(), (level,why))
+    for names,why in table.items():
+        found |= dict.fromkeys(names.split(), (level,why))
     return found
 
 _REFUSED = rules(REFUSED, {
@@ -776,7 +785,8 @@ def set_env()->None:
         os.environ['OMP_WAIT_POLICY'] = 'PASSIVE'
         os.environ.setdefault('GOMP_SPINCOUNT', '10000') # a tenth of a millisecond, then it sleeps
     home = os.path.expanduser('~')
-    if home=='~': return # a user without a name and a home, as in a container
+    if home=='~':
+        return # a user without a name and a home, as in a container
     os.environ.setdefault('TORCHINDUCTOR_CACHE_DIR',
         f'{home}/.cache/nanovlm_nb/compiled')
 
@@ -796,7 +806,8 @@ def loader_workers(cfg:TrainConfig, cores:int|None=None)->int: # of a rank; None
 def load_function(name:str, field:str)->Callable:
     "Returns a user's function `module:function`, from a package or from the working directory."
     # a console script does not search the working directory, `python -m` and `torchrun -m` do
-    if '' not in sys.path and os.getcwd() not in sys.path: sys.path.append(os.getcwd())
+    if '' not in sys.path and os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
     module,_,function = name.partition(':')
     try: imported = import_module(module)
     except ModuleNotFoundError as e:
@@ -819,7 +830,8 @@ def get_run_name(train_cfg:TrainConfig, vlm_cfg:VLMConfig, world_size:int=1,
     vit,lm = (name.rstrip('/').split('/')[-1] for name in names)
     lrs = 'lr_vision_{}-language_{}-{}'.format(*train_cfg.lr_backbone_pair,
         train_cfg.lr_mp)
-    if train_cfg.lora_rank: lrs = f'lora_{train_cfg.lora_rank}-{train_cfg.lr_lora}'
+    if train_cfg.lora_rank:
+        lrs = f'lora_{train_cfg.lora_rank}-{train_cfg.lr_lora}'
     length = f'{train_cfg.max_training_steps}'
     if train_cfg.max_training_samples:
         length = f'{train_cfg.max_training_samples}samples'

@@ -130,7 +130,8 @@ def _one_rank(rank:int, job:Callable[[Dist],Any], world_size:int, timeout_s:floa
         Path(folder, f'result_{rank}').write_bytes(pickle.dumps(job(me)))
     finally:
         _JOINED.clear()
-        if c10d.is_initialized(): c10d.destroy_process_group() # unless the job has done so
+        if c10d.is_initialized():
+            c10d.destroy_process_group() # unless the job has done so
 
 # %% ../../nbs/05_core.dist.ipynb #85b3dee9
 def launch(job:Callable[[Dist],Any], world_size:int=2, timeout_s:float=60.)->list: # called on each rank
@@ -144,8 +145,10 @@ def launch(job:Callable[[Dist],Any], world_size:int=2, timeout_s:float=60.)->lis
 # %% ../../nbs/05_core.dist.ipynb #1bf3ac82
 def _portable(error:Exception)->Exception:
     "Returns an error that can be sent to another process: itself, or what it says."
-    try: return pickle.loads(pickle.dumps(error)) and error
-    except Exception: return RuntimeError(f'{type(error).__name__}: {error}')
+    try:
+        return pickle.loads(pickle.dumps(error)) and error
+    except Exception:
+        return RuntimeError(f'{type(error).__name__}: {error}')
 
 def on_all(dist:Dist, fn:Callable[[],Any])->list: # every rank must call
     "Returns what `fn` returned on each rank; if one failed, each raises its own error or the first rank's."
@@ -167,7 +170,8 @@ def _launch_env()->dict[str,int]|None: # `rank`, `world_size`, `local_rank`; Non
     env = os.environ
     names = dict(rank='RANK', world_size='WORLD_SIZE', local_rank='LOCAL_RANK')
     if not {'RANK', 'WORLD_SIZE'} & set(env):
-        if int(env.get('SLURM_STEP_NUM_TASKS', 1))==1: return None # srun alone sets this one
+        if int(env.get('SLURM_STEP_NUM_TASKS', 1))==1:
+            return None # srun alone sets this one
         names = dict(rank='SLURM_PROCID', world_size='SLURM_STEP_NUM_TASKS',
             local_rank='SLURM_LOCALID')
     missing = [n
@@ -206,7 +210,8 @@ def init_dist(device:str|torch.device|None=None, timeout_s:float=1800.)->Dist: #
     "Joins the other ranks if there are any; alone, only the device is chosen."
     env = _launch_env()
     chosen = torch.device(device) if device else pick_device()
-    if env is None: return Dist(device=chosen, timeout_s=timeout_s)
+    if env is None:
+        return Dist(device=chosen, timeout_s=timeout_s)
     me = Dist(**env, device=_rank_device(chosen.type, env['local_rank']),
         timeout_s=timeout_s)
     backend = 'cpu:gloo,cuda:nccl' if me.device.type=='cuda' else 'gloo'
@@ -309,7 +314,8 @@ _WORKER_GRACE_S = 30 # seconds that a loader worker lives on after SIGTERM
 def _shield_worker()->None:
     "Lets a loader worker outlive the signals that stop a run."
     for name in ('SIGINT', 'SIGUSR1', 'SIGHUP'):
-        if hasattr(signal, name): signal.signal(getattr(signal, name), signal.SIG_IGN)
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
     if hasattr(signal, 'alarm'):
         signal.signal(signal.SIGTERM, lambda *_: signal.alarm(_WORKER_GRACE_S))
 
@@ -350,7 +356,8 @@ def rng_state()->dict: # JSON-able
     kind,keys,*rest = numbers
     state = dict(python=random.getstate(), numpy=[kind, keys.tolist(), *rest],
         torch=torch.get_rng_state().tolist())
-    if torch.cuda.is_available(): state['cuda'] = torch.cuda.get_rng_state().tolist()
+    if torch.cuda.is_available():
+        state['cuda'] = torch.cuda.get_rng_state().tolist()
     return state
 
 # %% ../../nbs/05_core.dist.ipynb #5e295899
@@ -375,7 +382,8 @@ _PER_THREAD = 24_576 # numbers of a weight matrix that are worth a thread
 def set_threads(dist:Dist, num_workers:int, largest:int)->None: # on a GPU nothing is changed
     """Computes on all cores that pay, if threads sleep while they wait; else leaves one to each loader
     worker. `largest`: numbers of the largest matrix of a block."""
-    if dist.device.type!='cpu' or 'OMP_NUM_THREADS' in os.environ: return
+    if dist.device.type!='cpu' or 'OMP_NUM_THREADS' in os.environ:
+        return
     sleeping = os.environ.get('OMP_WAIT_POLICY', '').upper()=='PASSIVE'
     cores = cores_of_rank()-(0 if sleeping else num_workers)
     worth = largest//_PER_THREAD if sleeping else largest//(3*_PER_THREAD) # one that spins stands in the way

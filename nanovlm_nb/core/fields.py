@@ -77,8 +77,10 @@ def rule_of(kind:Any)->tuple[type,str,Callable]:
         if base is not str: words += ', or None'
         return base,words,ok
     if outer is list: return list,*rule_of(args[0])[1:]
-    if outer is Annotated: return get_origin(args[0]) or args[0],*args[1:]
-    if outer is Literal: return str,f"one of {', '.join(args)}",args.__contains__
+    if outer is Annotated:
+        return get_origin(args[0]) or args[0],*args[1:]
+    if outer is Literal:
+        return str,f"one of {', '.join(args)}",args.__contains__
     return outer or kind,_BASIC.get(kind, 'a dictionary, as JSON'),lambda _: True
 
 # %% ../../nbs/02_core.fields.ipynb #9c466963
@@ -88,9 +90,11 @@ def _read(value, base):
     "The value as a number or a text; a TypeError or ValueError where it is none."
     if isinstance(value, Path): value = str(value)
     if base in _LARGEST and not isinstance(value, bool):
-        if type(value) is int: return value if base is int else float(value)
+        if type(value) is int:
+            return value if base is int else float(value)
         number = float(value)
-        if math.isfinite(number) and number==base(number): return base(number)
+        if math.isfinite(number) and number==base(number):
+            return base(number)
     elif type(value) is base:
         text = str(value).encode() # not every text is UTF-8
         if b'\0' not in text: return value
@@ -118,11 +122,13 @@ def as_type(name:str, value:Any, kind:Any)->Any:
     try:
         read = _read(value, base)
         if ok(read):
-            if base not in _LARGEST or abs(read)<=_LARGEST[base]: return read
+            if base not in _LARGEST or abs(read)<=_LARGEST[base]:
+                return read
             words += f', {_LARGEST[base]} at most'
     except (TypeError, ValueError, OverflowError): pass
     shown = _short.repr(value)
-    if isinstance(value, str) and base in (int,float): shown = value[:200]
+    if isinstance(value, str) and base in (int,float):
+        shown = value[:200]
     if isinstance(value, str) and not value.strip():
         shown = 'empty'
         words += ', or leave it out'
@@ -164,7 +170,8 @@ class Config:
 
     def __post_init__(self): self.check()
 
-    def check(self)->None: "Raises a UsageError where fields contradict each other."
+    def check(self)->None:
+        "Raises a UsageError where fields contradict each other."
 
     def derived(self)->dict[str,Any]:
         "Returns the values of fields that follow from others."

@@ -85,8 +85,9 @@ class Layout:
             own['bare'] = replace(self, slots=None, at=None, targets=None, tiles=None)
         if self.cu is not None: return
         for b,(lens,start) in enumerate(zip(self.doc_lens, self.starts, strict=True)):
-            if min((start+1, *lens))<1 or start+sum(lens)>self.T: raise ValueError(
-                f'row {b}: documents of {lens} positions from {start} on do not fit {self.T}')
+            if min((start+1, *lens))<1 or start+sum(lens)>self.T:
+                raise ValueError(
+                    f'row {b}: documents of {lens} positions from {start} on do not fit {self.T}')
         own.update(_document_tensors(self.doc_lens, self.T, self.starts))
 
     @classmethod
@@ -116,12 +117,17 @@ class Layout:
     )->'Layout':
         "Returns the layout of a whole batch; without mask and lengths each row is one document."
         B,T = input_ids.shape
-        if targets is not None and targets.shape!=input_ids.shape: raise ValueError(
-            f'targets {tuple(targets.shape)} do not match input_ids {(B,T)}: one target per position')
-        if doc_lens is None: doc_lens = getattr(attention_mask, 'doc_lens', None)
-        if doc_lens is not None: layout = cls.from_doc_lens(doc_lens, T)
-        elif attention_mask is not None: layout = cls.from_mask(attention_mask)
-        else: layout = cls.from_doc_lens([[T] if T else []]*B, T)
+        if targets is not None and targets.shape!=input_ids.shape:
+            raise ValueError(
+                f'targets {tuple(targets.shape)} do not match input_ids {(B,T)}: one target per position')
+        if doc_lens is None:
+            doc_lens = getattr(attention_mask, 'doc_lens', None)
+        if doc_lens is not None:
+            layout = cls.from_doc_lens(doc_lens, T)
+        elif attention_mask is not None:
+            layout = cls.from_mask(attention_mask)
+        else:
+            layout = cls.from_doc_lens([[T] if T else []]*B, T)
         slots = None if image_token_id is None else (input_ids.flatten()==image_token_id).nonzero().squeeze(1)
         if grids: layout = layout._with_grids(slots, grids, window)
         if targets is None: return replace(layout, slots=slots)
@@ -130,7 +136,8 @@ class Layout:
 
     def _with_grids(self, slots, grids, window):
         n = sum(rows*columns for rows,columns in grids)
-        if len(slots)!=n: raise ValueError(slot_error('the batch', len(slots), n, 1))
+        if len(slots)!=n:
+            raise ValueError(slot_error('the batch', len(slots), n, 1))
         positions = mrope_positions(self.positions, slots.cpu(), grids)
         return replace(self, positions=positions, tiles=Tiles.of(grids, window))
 

@@ -26,7 +26,8 @@ from .dist import Dist
 # %% ../../nbs/09_core.logs.ipynb #82442ecc
 def _plain(value:Any)->Any: # a figure: number, text, or a zero-dimensional tensor
     "Returns what JSON can hold: None in place of a number that is not finite."
-    if isinstance(value, (str,bool,int)) or value is None: return value
+    if isinstance(value, (str,bool,int)) or value is None:
+        return value
     value = float(value)
     return value if isfinite(value) else None
 
@@ -53,7 +54,8 @@ class _JsonLines:
     def close(self, failed:bool=False)->None: # with an error, which a full disk must not hide
         "Waits until the file is on the disk, and closes it."
         passed_over = (OSError,) if failed else ()
-        with suppress(*passed_over), self.file: os.fsync(self.file.fileno())
+        with suppress(*passed_over), self.file:
+            os.fsync(self.file.fileno())
 
 # %% ../../nbs/09_core.logs.ipynb #b66fe781
 def _named(metrics:dict)->str:
@@ -71,7 +73,8 @@ def _progress(metrics:dict, left:float=nan)->list[str]: # seconds to the end of 
     rate = metrics.get('tokens_per_second')
     parts = [f"loss {float(metrics['batch_loss']):.4g}"]
     if rate: parts.append(f'{float(rate):,.0f} tokens/s')
-    if isfinite(left): parts.append(f'{timedelta(seconds=round(left))} left')
+    if isfinite(left):
+        parts.append(f'{timedelta(seconds=round(left))} left')
     return parts
 
 # %% ../../nbs/09_core.logs.ipynb #a18be21c
@@ -95,7 +98,8 @@ def _event_line(metrics:dict, step:int)->str: # figures that are not those of an
     if 'val_loss' in metrics:
         parts.insert(0, f"validation loss {float(metrics['val_loss']):.4g}")
     text = ' | '.join(filter(None, parts))
-    if text and metrics.get('best_step')==step: text += ', the best so far'
+    if text and metrics.get('best_step')==step:
+        text += ', the best so far'
     return fill(f'update {step}: {text}', 100, subsequent_indent='    ') if text else ''
 
 # %% ../../nbs/09_core.logs.ipynb #f0120002
@@ -120,7 +124,8 @@ class _TextFile(logging.FileHandler):
 def _show(text:str)->None:
     "Writes above a bar, also if the terminal was closed; in Jupyter stderr would look like an error."
     stream = sys.stdout if 'ipykernel' in sys.modules else sys.stderr
-    with suppress(OSError): tqdm.write(printable(text), file=stream)
+    with suppress(OSError):
+        tqdm.write(printable(text), file=stream)
 
 # %% ../../nbs/09_core.logs.ipynb #fbb864fa
 class _AboveBar(logging.Handler):
@@ -195,7 +200,8 @@ class _Screen:
             self.said = now
         self.bar.total = total
         self.bar.set_postfix_str(', '.join(_progress(metrics, left)), refresh=False)
-        with suppress(OSError): self.bar.update(step-self.bar.n) # on a terminal that was closed
+        with suppress(OSError):
+            self.bar.update(step-self.bar.n) # on a terminal that was closed
 
     def close(self, failed:bool=False)->None: # whether the run ended with an error
         "Takes the bar away, and gives the logger back as it was."
@@ -215,12 +221,14 @@ class _Tracker:
         self.failed = False
         self.where = ''
         self.finish:Callable|None = None
-        with self: self.send,self.finish,self.where = service(*about)
+        with self:
+            self.send,self.finish,self.where = service(*about)
 
     def __enter__(self): return self
     def __exit__(self, kind, error, traceback):
         "Inside, an error of the service is logged once instead of raised."
-        if kind is None or not issubclass(kind, Exception): return False
+        if kind is None or not issubclass(kind, Exception):
+            return False
         if not self.failed:
             first = 'Try WANDB_MODE=offline, or ' if self.name=='wandb' else ''
             logging.getLogger('nanovlm_nb').warning(
@@ -244,8 +252,10 @@ def wandb_mode(wandb:Any)->Any: # the module; 'online', 'offline', 'disabled' or
     "Returns how wandb runs here, without asking anyone."
     mode = os.environ.get('WANDB_MODE')
     if mode: return mode
-    try: known = wandb.login(prompt=False, verify=False)
-    except TypeError: known = wandb.api.api_key # wandb before 0.31 always asks
+    try:
+        known = wandb.login(prompt=False, verify=False)
+    except TypeError:
+        known = wandb.api.api_key # wandb before 0.31 always asks
     return 'online' if known else 'offline'
 
 # %% ../../nbs/09_core.logs.ipynb #4eae6fa3
@@ -253,7 +263,8 @@ def wandb_id(run_dir:str|Path)->str: # eight hexadecimal digits
     "Returns the id under which wandb knows a run; it is made if there is none, or a damaged one."
     path = Path(run_dir)/WANDB_ID
     known = path.read_bytes().strip() if path.is_file() else b''
-    if re.fullmatch(rb'[0-9a-f]{8}', known): return known.decode()
+    if re.fullmatch(rb'[0-9a-f]{8}', known):
+        return known.decode()
     return write_atomic(path, secrets.token_hex(4)+'\n').read_text().strip()
 
 # %% ../../nbs/09_core.logs.ipynb #8a730c00
@@ -297,7 +308,8 @@ def _open_tensorboard(run_dir:Path, *about:Any)->_Service: # see `_open_wandb`
             before = max([r['step'] for r in read_log(run_dir/LOG)[:-1]], default=-1) # without these
             files.append(SummaryWriter(str(run_dir/TENSORBOARD), purge_step=before+1))
         at = int(figures.pop(EVAL_AXIS, step)) # of a late evaluation, the step that it is of
-        for name,value in figures.items(): files[0].add_scalar(name, value, at)
+        for name,value in figures.items():
+            files[0].add_scalar(name, value, at)
     return send,lambda failed: [f.close() for f in files],f'tensorboard --logdir {run_dir}'
 
 _TRACKERS:dict[str,Callable[...,_Service]] = dict(wandb=_open_wandb,
@@ -357,7 +369,8 @@ class RunLog:
 
     def cut(self, position:int|None)->None: # from `position`, when a checkpoint was made
         "Returns to an earlier position: what a killed run did after its last checkpoint is done again."
-        if self.sinks and position is not None: self.sinks[0].cut(position)
+        if self.sinks and position is not None:
+            self.sinks[0].cut(position)
 
     def close(self, failed:bool=False)->None: # whether the run ended with an error
         "Closes everything that is open, in reverse order; a second call does nothing."
@@ -371,7 +384,8 @@ class RunLog:
     def __exit__(self, kind, error, traceback):
         refused = isinstance(error, UsageError) and not self.position # the command says it
         try:
-            if self.screen and not refused and self.run_dir.is_dir(): self.screen.open()
+            if self.screen and not refused and self.run_dir.is_dir():
+                self.screen.open()
             if kind is not None and not refused:
                 self.info(f'the run ended with {kind.__name__}: {error}')
         finally: self.close(failed=kind is not None)

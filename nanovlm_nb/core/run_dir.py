@@ -47,7 +47,8 @@ def write_atomic(path:str|Path, content:str|bytes, by:str='')->Path: # `by` sets
         fsync(tmp)
         return tmp.replace(path)
     except OSError:
-        with suppress(OSError): tmp.unlink() # a full disk needs the room
+        with suppress(OSError):
+            tmp.unlink() # a full disk needs the room
         raise
 
 # %% ../../nbs/01_core.run_dir.ipynb #b7c40a12
@@ -69,7 +70,8 @@ def share_files(folder:Path)->None:
 # %% ../../nbs/01_core.run_dir.ipynb #b2d95e7c
 def remove(path:Path)->None:
     "Deletes a file, a link or a directory, if there is one; a directory is whole or absent meanwhile."
-    if not path.is_dir() or path.is_symlink(): return path.unlink(missing_ok=True)
+    if not path.is_dir() or path.is_symlink():
+        return path.unlink(missing_ok=True)
     if not path.name.endswith(TMP):
         path = path.rename(path.with_name(f'{path.name}.deleted{TMP}'))
     shutil.rmtree(path, ignore_errors=True)
@@ -102,7 +104,8 @@ def file_digest(path:str|Path, kind:Callable=hashlib.sha256)->str: # or `xxh3_12
     "Returns the digest of a file."
     digest = kind()
     with open(path, 'rb') as f:
-        for block in iter(lambda: f.read(1<<20), b''): digest.update(block)
+        for block in iter(lambda: f.read(1<<20), b''):
+            digest.update(block)
     return digest.hexdigest()
 
 # %% ../../nbs/01_core.run_dir.ipynb #b9a94c78
@@ -174,7 +177,8 @@ def _changed_files(folder:Path, deep:bool=True)->list[str]: # phrases; False: le
     listed = _read_manifest(folder)
     there = [n for n in file_sizes(folder) if listed and (deep or '/' not in n)]
     kind:Callable = xxh3_128
-    if any(len(digest)==64 for _,digest in listed.values()): kind = hashlib.sha256
+    if any(len(digest)==64 for _,digest in listed.values()):
+        kind = hashlib.sha256
     digests = file_digests(folder, [n for n in there if n in listed], kind)
     changed = [f'{n} is not as it was written' for n,digest in digests.items()
         if digest!=listed[n][1]]
@@ -211,7 +215,8 @@ def own_parts_of(run_dir:Path)->list[str]: # none: the library made all
     "Returns the names of the parts that a run's script has made."
     file = run_dir/OWN_PARTS
     if not file.is_file(): return []
-    with open_own(file, 'r', encoding='utf-8') as f: return f.read().split()
+    with open_own(file, 'r', encoding='utf-8') as f:
+        return f.read().split()
 
 # %% ../../nbs/01_core.run_dir.ipynb #b5403ccb
 def read_log(path:str|Path, key:str='step')->list[dict]: # an integer that each record has
@@ -253,7 +258,8 @@ def damaged_pieces(checkpoint:Path)->list[str]: # phrases; empty: it is as it wa
     try: step = read_state(checkpoint, ()).get('step')
     except ValueError as e: return [str(e)]
     named = _STEP.fullmatch(checkpoint.resolve().name)
-    if named and step not in (None, int(named[1])): return [f'it holds update {step}']
+    if named and step not in (None, int(named[1])):
+        return [f'it holds update {step}']
     return []
 
 # %% ../../nbs/01_core.run_dir.ipynb #a10600e5
@@ -302,8 +308,10 @@ def last_checkpoint(run_dir:Path)->Path|None: # None: there is no complete one
 # %% ../../nbs/01_core.run_dir.ipynb #b2459248
 def write_pointer(run_dir:Path, name:str, target:Path|None)->None: # `LAST` or `BEST`; a checkpoint there
     "Lets the file `name` name a checkpoint; without a checkpoint the file is removed."
-    if target: write_atomic(Path(run_dir)/name, f'{target.name}\n')
-    else: (Path(run_dir)/name).unlink(missing_ok=True)
+    if target:
+        write_atomic(Path(run_dir)/name, f'{target.name}\n')
+    else:
+        (Path(run_dir)/name).unlink(missing_ok=True)
 
 # %% ../../nbs/01_core.run_dir.ipynb #42edffd9
 def read_pointer(run_dir:Path, name:str=LAST)->Path|None: # None: there is no such file, or it names nothing
@@ -312,7 +320,8 @@ def read_pointer(run_dir:Path, name:str=LAST)->Path|None: # None: there is no su
     text = file.read_text(encoding='utf-8', errors='replace').strip() if file.is_file() else ''
     path = Path(run_dir)/text
     if _STEP.fullmatch(text) and path.is_dir(): return path
-    if text: logger.warning('%s names %.40r, which is no checkpoint there', file, text)
+    if text:
+        logger.warning('%s names %.40r, which is no checkpoint there', file, text)
     return None
 
 # %% ../../nbs/01_core.run_dir.ipynb #c48eb973
@@ -370,7 +379,8 @@ def set_aside(run_dir:Path, checkpoint:Path|None)->Path|None: # where they are n
     newer = left_behind(run_dir, checkpoint)
     folder = Path(run_dir)/ASIDE # a killed start may have begun to fill it
     if newer: folder.mkdir(exist_ok=True)
-    for p in newer: p.rename(folder/p.name) # the newest last: until then the run stands where it stood
+    for p in newer:
+        p.rename(folder/p.name) # the newest last: until then the run stands where it stood
     write_pointer(run_dir, LAST, checkpoint)
     if not folder.is_dir(): return None
     write_atomic(folder/LAST, ''.join(f'{p.name}\n' for p in checkpoints(folder)[-1:]))
@@ -383,7 +393,8 @@ def why_kept(folder:Path)->str: # empty: a run has made all of it
     listed = set[Path]()
     for manifest in folder.rglob(MANIFEST):
         names = _read_manifest(manifest.parent)
-        if names: listed |= {manifest, *(manifest.parent/name for name in names)}
+        if names:
+            listed |= {manifest, *(manifest.parent/name for name in names)}
     if folder.is_symlink() or folder/MANIFEST not in listed:
         return f'it has no {MANIFEST} of a run'
     others = (p for p in folder.rglob('*') if p.is_symlink()
@@ -451,14 +462,16 @@ _WAIT_S = 10. # seconds to wait for the process that holds a directory
 
 def _is_at(path, file):
     "Whether the name still means this file."
-    with suppress(OSError): return os.path.samefile(path, file.fileno())
+    with suppress(OSError):
+        return os.path.samefile(path, file.fileno())
 
 def _locked(path): # None: another process has locked it
     "The open file, locked."
     with user_path():
         path.parent.mkdir(parents=True, exist_ok=True)
         file = open_own(path, 'a+b', buffering=0)
-    if lock_file(file) is not False and _is_at(path, file): return file
+    if lock_file(file) is not False and _is_at(path, file):
+        return file
     file.close()
 
 # %% ../../nbs/01_core.run_dir.ipynb #8d2f6e03
@@ -472,7 +485,8 @@ def run_lock(run_dir:Path)->Iterator[None]: # made if need be
             f"{run_dir} is in use by {holder(run_dir) or 'another process'}: "
             'wait for its end, stop it, or give another run_name')
         time.sleep(.2)
-    if hasattr(os, 'register_at_fork'): os.register_at_fork(after_in_child=file.close) # loader workers
+    if hasattr(os, 'register_at_fork'):
+        os.register_at_fork(after_in_child=file.close) # loader workers
     try:
         with suppress(OSError): # a full disk
             now = time.strftime('%F %T')
@@ -492,7 +506,8 @@ def check_run_dir(run_dir:Path)->None: # need not be there
     aside = re.compile(rf'{_STEP.pattern}|abandoned_\d+')
     for folder in (run_dir, run_dir/RESULTS, features, *features.glob('*')):
         for path in folder.glob('*'):
-            if folder!=run_dir or not aside.fullmatch(path.name): check_plain(path)
+            if folder!=run_dir or not aside.fullmatch(path.name):
+                check_plain(path)
 
 # what a run replaces, and no other program's files may be called
 _REPLACED = (CONFIG,CLASSIFY,LOG,DROPPED,DROP_LIST,BAD_UPDATES,RECORD,ANSWER_TABLE,
@@ -501,7 +516,8 @@ _REPLACED = (CONFIG,CLASSIFY,LOG,DROPPED,DROP_LIST,BAD_UPDATES,RECORD,ANSWER_TAB
 
 def check_new(run_dir:Path, config:str|Path|None=None)->None: # need not be there; the user's own settings
     "Raises a UsageError that names a file which a run would replace, of a directory in which none has begun."
-    if (run_dir/STATUS).is_file() or checkpoints(run_dir): return
+    if (run_dir/STATUS).is_file() or checkpoints(run_dir):
+        return
     for path in (run_dir/name for name in _REPLACED if (run_dir/name).exists()):
         require(config and path.samefile(config),
             f'{path} would be replaced, and is not of a run: '
@@ -522,7 +538,8 @@ def check_way(run_dir:Path, checkpoint:Path|None, last:float)->None: # one of it
 def find_checkpoint(name:str|Path)->str: # the log says which is taken, and why
     "Returns what `from_pretrained` can load: a checkpoint, a hub id, of a run the best, else the last."
     path = Path(name)
-    if not path.is_dir() or (path/'config.json').is_file(): return str(name)
+    if not path.is_dir() or (path/'config.json').is_file():
+        return str(name)
     best = read_pointer(path, BEST)
     why = 'the best of its validations'
     if best is None or not step_of(best) or missing_pieces(best):
@@ -556,8 +573,9 @@ def read_example(checkpoint:str|Path)->tuple[Path,str,str]: # a run, or a checkp
     "Returns picture, question and right answer that a run keeps."
     places = Path(checkpoint),Path(checkpoint).absolute().parent
     place = next((place for place in places if (place/EXAMPLE).is_file()), None)
-    if place is None: raise MissingFile(f'{checkpoint} keeps no picture to ask about: '
-        'give --image PICTURE and --prompt QUESTION, or --page to ask in the browser')
+    if place is None:
+        raise MissingFile(f'{checkpoint} keeps no picture to ask about: '
+            'give --image PICTURE and --prompt QUESTION, or --page to ask in the browser')
     try:
         said = json.loads((place/EXAMPLE).read_text(encoding='utf-8'))
         return place/EXAMPLE_PICTURE,str(said['question']),str(said['answer'])

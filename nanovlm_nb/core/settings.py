@@ -44,15 +44,19 @@ def _in_order(tokens:Any)->Any: # `vlm_extra_tokens` as a YAML file has it
         for entry in tokens: ordered |= entry
         return ordered
     usual = image_tokens()
-    if not isinstance(tokens, dict) or not tokens.items()<=usual.items(): return tokens
+    if not isinstance(tokens, dict) or not tokens.items()<=usual.items():
+        return tokens
     return {name:token for name,token in usual.items() if name in tokens}
 
 # %% ../../nbs/04_core.settings.ipynb #705f2e54
 def read_yaml(text:str|bytes, name:str|Path)->Any: # of a file, or a flag
     "Returns what YAML says, or raises a UsageError that names the file."
-    try: return yaml.safe_load(text)
-    except RecursionError: why = 'it is nested too deeply'
-    except (yaml.YAMLError, ValueError) as e: why = ' '.join(str(e).split()) # a ValueError is a wrong date
+    try:
+        return yaml.safe_load(text)
+    except RecursionError:
+        why = 'it is nested too deeply'
+    except (yaml.YAMLError, ValueError) as e:
+        why = ' '.join(str(e).split()) # a ValueError is a wrong date
     raise UsageError(f'{name} is no YAML: {why}')
 
 def read_sections(path:str|Path, remedy:str)->dict:
@@ -119,8 +123,10 @@ def _read_yaml(path, given):
     if 'vlm_extra_tokens' in values:
         values['vlm_extra_tokens'] = _in_order(values['vlm_extra_tokens'])
     kinds = kinds_of(VLMConfig)|kinds_of(TrainConfig)
-    try: values = {n:as_type(n, v, kinds[n]) for n,v in values.items()}
-    except UsageError as e: raise UsageError(f'{path}: {e}') from e
+    try:
+        values = {n:as_type(n, v, kinds[n]) for n,v in values.items()}
+    except UsageError as e:
+        raise UsageError(f'{path}: {e}') from e
     if given is not None: check_trust(path, values, given)
     return sections.get('preset'),values|(given or {})
 
@@ -131,8 +137,10 @@ def load_yaml(path:str|Path, name:str|None=None, given:dict|None={})->tuple[VLMC
     `given` is in place of what the file says, and names again what a run's file may not;
     None: only to look."""
     inside,values = _read_yaml(path, given)
-    try: return change(*preset(name or inside or 'shapes'), values)
-    except UsageError as e: raise UsageError(f'{path}: {e}') from e
+    try:
+        return change(*preset(name or inside or 'shapes'), values)
+    except UsageError as e:
+        raise UsageError(f'{path}: {e}') from e
 
 # %% ../../nbs/04_core.settings.ipynb #f1257023
 # fields that say where a start looks, as they are when nothing is given
@@ -152,7 +160,8 @@ def run_path(vlm_checkpoint_path:str, run_name:str|None=None, resume:bool=False,
     load_from:str|None=None,
     resume_from_vlm_checkpoint:bool=False, **others)->Path|None: # `others` are not looked at
     "Returns the directory of the run that some settings name; None: a new one that has no name yet."
-    if not run_name: return run_of(load_from) if resume and load_from else None
+    if not run_name:
+        return run_of(load_from) if resume and load_from else None
     folder = Path(vlm_checkpoint_path)
     return _beside(folder, run_name, resume) if resume_from_vlm_checkpoint else folder/run_name
 
@@ -168,7 +177,8 @@ def _own_settings(named:dict)->tuple[Path,VLMConfig,TrainConfig]|None: # fields 
     complete = [p for p in checkpoints(run) if not missing_pieces(p)]
     if not complete: return None
     place = run/CONFIG
-    if place.is_file(): vlm,train = load_yaml(place, given=None)
+    if place.is_file():
+        vlm,train = load_yaml(place, given=None)
     else: # the checkpoint was copied here
         place = complete[-1]/TRAINER_STATE
         configs = read_state(complete[-1], ['configs'])['configs']
@@ -183,8 +193,10 @@ def _own_settings(named:dict)->tuple[Path,VLMConfig,TrainConfig]|None: # fields 
 # %% ../../nbs/04_core.settings.ipynb #31d706c5
 def _from_text(text:str, kind:Any)->Any:
     "Converts a command-line word to what `as_type` expects for this annotation."
-    if NoneType in get_args(kind) and text in ('None','none','null'): return None
-    if rule_of(kind)[0] not in (bool,dict) or not text.strip(): return text
+    if NoneType in get_args(kind) and text in ('None','none','null'):
+        return None
+    if rule_of(kind)[0] not in (bool,dict) or not text.strip():
+        return text
     try: return read_yaml(text, 'the flag')
     except UsageError: return text # which its kind refuses
 
@@ -193,7 +205,8 @@ def _add_field(group, f, default, help):
     "Adds the flag of a field, and a twin for what is true by default."
     base = rule_of(f.type)[0]
     choices = get_args(f.type) if get_origin(f.type) is Literal else ()
-    if len(str(default))>=100: default = SUPPRESS # the template and the tokens would fill the screen
+    if len(str(default))>=100:
+        default = SUPPRESS # the template and the tokens would fill the screen
     how:dict = {}
     if base is bool: how = dict(nargs='?', const='True')
     if base is list: how = dict(nargs='+')
@@ -251,7 +264,8 @@ class SettingsParser(Parser):
             formatter_class=ArgumentDefaultsHelpFormatter, **kwargs)
         self.takes_run = takes_run
         about = dict.fromkeys(FIELDS, ('','',False))
-        if shown: about = described(VLMConfig)|described(TrainConfig)
+        if shown:
+            about = described(VLMConfig)|described(TrainConfig)
         groups = {}
         self.add_argument('--help_all', action='help', help='show every setting')
         self.add_argument('--preset', choices=list(PRESETS),
@@ -261,7 +275,8 @@ class SettingsParser(Parser):
         usual = {}
         for cfg in preset('shapes'): usual |= vars(cfg)
         for name,(section,help,common) in about.items():
-            if section not in groups: groups[section] = self.add_argument_group(section)
+            if section not in groups:
+                groups[section] = self.add_argument_group(section)
             if not common and shown!='--help_all': help = SUPPRESS
             _add_field(groups[section], FIELDS[name], usual[name],
                 help.replace('%', '%%'))

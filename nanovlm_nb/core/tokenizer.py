@@ -64,9 +64,11 @@ def get_tokenizer(name:str, # a hub id, or a directory with `tokenizer.json`
     how = dict(use_fast=True, trust_remote_code=False)|_extras(extra_special_tokens,
         chat_template)
     if not Path(name).is_dir(): check_hub_name(name)
-    try: tok = AutoTokenizer.from_pretrained(name, **how)
-    except (OSError, ValueError) as e: raise MissingFile(f"lm_tokenizer {name}: "
-        f"{' '.join(str(e).split())[:300]} Correct the name, or see that the network is there") from e
+    try:
+        tok = AutoTokenizer.from_pretrained(name, **how)
+    except (OSError, ValueError) as e:
+        raise MissingFile(f"lm_tokenizer {name}: "
+            f"{' '.join(str(e).split())[:300]} Correct the name, or see that the network is there") from e
     require(tok.is_fast,
         f'{name} has no tokenizer.json, whose offsets the mask needs: convert it first')
     require(tok.eos_token is not None,
@@ -90,8 +92,10 @@ def save_tokenizer(tokenizer:PreTrainedTokenizerBase, folder:str|Path)->None:
         model_input_names=['input_ids','attention_mask'],
                 extra_special_tokens=named)
     unnamed = config.get('extra_special_tokens')
-    if isinstance(unnamed, list): both['additional_special_tokens'] = unnamed
-    for here in ('is_local','local_files_only'): config.pop(here, None) # of this machine
+    if isinstance(unnamed, list):
+        both['additional_special_tokens'] = unnamed
+    for here in ('is_local','local_files_only'):
+        config.pop(here, None) # of this machine
     file.write_text(json.dumps(config|both, indent=2, ensure_ascii=False)+'\n',
         encoding='utf-8')
 

@@ -63,7 +63,8 @@ class Drops:
 
     def after(self, reasons:int, cut:int)->'Drops': # ids of either kind that are known already
         "Drops added after the first `reasons` and `cut` ids."
-        def new(ids, known): return dict(islice(ids.items(), known, None))
+        def new(ids, known):
+            return dict(islice(ids.items(), known, None))
         return Drops(new(self.reasons, reasons), new(self.cut, cut), dict(self.first))
 
     def ids(self, reason:str)->list[str]: # in the order of their discovery
@@ -111,10 +112,12 @@ def read_dropped(run_dir:str|Path, size:int|None=None)->dict[str,Drops]: # bytes
         with suppress(ValueError, LookupError, TypeError, RecursionError):
             record = json.loads(line)
             drops = dropped[record['split']]
-            if 'reason' in record: drops.reasons[record['id']] = record['reason']
+            if 'reason' in record:
+                drops.reasons[record['id']] = record['reason']
             else:
                 taken = record['cut']
-                if not isinstance(taken, dict): taken = dict(ratings=taken) # an older run
+                if not isinstance(taken, dict):
+                    taken = dict(ratings=taken) # an older run
                 drops.cut[record['id']] = taken
     return dropped
 
@@ -138,7 +141,8 @@ class DropFile:
                 for id,value in ids.items():
                     record = {'split':split, 'id':id, kind:value}
                     lines.append(json.dumps(record).encode()+b'\n')
-        if not lines: return self.path.stat().st_size if self.path.is_file() else 0
+        if not lines:
+            return self.path.stat().st_size if self.path.is_file() else 0
         with open_own(self.path, 'ab') as f:
             f.write(b''.join(lines))
             f.flush()

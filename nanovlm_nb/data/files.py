@@ -106,7 +106,8 @@ def _grouped(names, pattern):
     samples:dict[str,list[tuple[str,int]]] = {}
     for i,name in enumerate(names):
         match = re.fullmatch(pattern, name)
-        if match: samples.setdefault(match[1], []).append((match[2].lower(), i))
+        if match:
+            samples.setdefault(match[1], []).append((match[2].lower(), i))
     return samples
 
 def _texts_of_a_kind(parts):
@@ -115,12 +116,14 @@ def _texts_of_a_kind(parts):
         if not names_picture(part))
     return max(endings.values(), default=0)
 
-def _has_picture(parts): return any(names_picture(part[0]) for part in parts)
+def _has_picture(parts):
+    return any(names_picture(part[0]) for part in parts)
 
 def group_samples(names:Sequence[str])->dict[str,list[tuple[str,int]]]: # sample -> (part, which name)
     "Files by the sample that they belong to, wherever they stand."
     first = _grouped(names, r'((?:.*/)?[^./]+)\.([^/]+)')
-    if all(_texts_of_a_kind(parts) < 2 for parts in first.values()): return first
+    if all(_texts_of_a_kind(parts) < 2 for parts in first.values()):
+        return first
     last = _grouped(names, r'((?:.*/)?[^./][^/]*)\.([^./]+)')
     return last if all(map(_has_picture, last.values())) else first
 
@@ -135,7 +138,8 @@ def _pairs(folder):
     texts = set()
     for name,parts in samples.items():
         found[name] = [(part, files[i]) for part,i in parts]
-        if _has_picture(parts): texts |= {part.rpartition('.')[2] for part,_ in parts}
+        if _has_picture(parts):
+            texts |= {part.rpartition('.')[2] for part,_ in parts}
     return found if texts & {'txt', 'caption', 'json'} else {}
 
 def _pair_row(parts):
@@ -155,11 +159,13 @@ def _table_rows(file):
 def _objects(file):
     "Numbers, from 1, and rows of a folder of pairs, a table, or one JSON value; None: it has JSON lines."
     if file.is_dir(): return _pairs(file).items()
-    with _opened(file) as f: head = f.read(99).removeprefix(b'\xef\xbb\xbf').lstrip()
+    with _opened(file) as f:
+        head = f.read(99).removeprefix(b'\xef\xbb\xbf').lstrip()
     require(not head.startswith((b'\xff\xfe', b'\xfe\xff')),
         f'{file} is UTF-16: save it as UTF-8')
     start = head[:1]
-    if ending(file) in ('.csv', '.tsv'): return enumerate(_table_rows(file), 1)
+    if ending(file) in ('.csv', '.tsv'):
+        return enumerate(_table_rows(file), 1)
     whole = None
     if start == b'[' or start == b'{' and ending(file) == '.json':
         with _opened(file) as f, suppress(ValueError, RecursionError):
@@ -171,7 +177,8 @@ def _objects(file):
 def _parse_columns(columns, has):
     "Column -> our name for it, of flags such as `image=photo`; an error if there is no such column."
     kinds:dict[str,str] = {}
-    for kind,names in LAYOUTS.items(): kinds |= dict.fromkeys(names, kind)
+    for kind,names in LAYOUTS.items():
+        kinds |= dict.fromkeys(names, kind)
     found:dict[str,list[str]] = {}
     for text in columns:
         ours,_,theirs = text.partition('=')
@@ -206,8 +213,10 @@ def rename(row:dict, columns:Sequence[str])->dict: # a row; such as `image=photo
 def as_picture(picture): # PIL image, array (height, width, 3), path, bytes, dictionary
     "A picture as `open_image` takes it."
     if isinstance(picture, Image.Image):
-        with suppress(OSError): picture.load() # workers would share the place in its file
-    if isinstance(picture, (Image.Image, str, os.PathLike, bytes, dict)): return picture
+        with suppress(OSError):
+            picture.load() # workers would share the place in its file
+    if isinstance(picture, (Image.Image, str, os.PathLike, bytes, dict)):
+        return picture
     array = np.asarray(picture)
     if array.dtype.kind == 'f' and array.size and 0 <= array.min() and array.max() <= 1:
         array = (255*array).round().astype(np.uint8)
@@ -248,7 +257,8 @@ def mapped(file:str|Path, kind:str, make:Callable[[],pa.Table])->pa.Table: # nam
             return pa.ipc.open_file(body[:-4]).read_all()
     table = make().combine_chunks()
     sink = io.BytesIO()
-    with pa.ipc.new_file(sink, table.schema) as writer: writer.write_table(table)
+    with pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table)
     with suppress(OSError): # a cache that cannot be written costs time alone
         place.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(place,
@@ -307,14 +317,17 @@ def _without_tests(files):
 def text_files(path:str|Path)->list[Path]: # a file, a folder, or a name on the hub
     "The files in which a data set names its pictures, or its folder of pairs; none: it is of another kind."
     path = Path(path)
-    if path.is_file(): return [path] if ending(path) in LINES else []
+    if path.is_file():
+        return [path] if ending(path) in LINES else []
     files = [f for f in sorted(path.iterdir()) if f.is_file()] if path.is_dir() else []
     lines = [f for f in files if ending(f) == '.jsonl']
     if lines or _is_saved(path): return _without_tests(lines)
     pictures = {f.stem for f in files if names_picture(f.name)}
     tables = [f for f in files if ending(f) in LINES and f.stem not in pictures]
-    if any(ending(f) in FILES for f in path.rglob('*')): return []
-    if tables: return _without_tests(sorted(tables, key=ending))
+    if any(ending(f) in FILES for f in path.rglob('*')):
+        return []
+    if tables:
+        return _without_tests(sorted(tables, key=ending))
     return [path] if path.is_dir() and _pairs(path) else []
 
 # %% ../../nbs/24_data.files.ipynb #17c00002
@@ -325,7 +338,8 @@ def _row_of(make, columns, folders, unread):
     except (TypeError, AttributeError, RecursionError) as e:
         return {LEFT_OUT: UsageError(f'{type(e).__name__}: {e}')}
 
-def _at(table, i): return {name:table[name][i].as_py() for name in table.column_names}
+def _at(table, i):
+    return {name:table[name][i].as_py() for name in table.column_names}
 
 @lru_cache(maxsize=8)
 def _reading(file): return open(file, 'rb')
@@ -370,13 +384,15 @@ def _look(rows, nothing):
             drops.add(checked)
             first = first or row[LEFT_OUT]
     # damage is named when it is met
-    if usable or any(getattr(part, 'damage', '') for part in rows.parts): return unread
+    if usable or any(getattr(part, 'damage', '') for part in rows.parts):
+        return unread
     kind = UnusedColumn if isinstance(first, UnusedColumn) else UsageError
     raise kind(f'{nothing} can be used: {drops.blame or "it is empty"}')
 
 def _log_unread(where, unread):
     "Name once what nothing reads."
-    if unread: logger.info('%s: not read: %s', where, ', '.join(sorted(unread)))
+    if unread:
+        logger.info('%s: not read: %s', where, ', '.join(sorted(unread)))
 
 # %% ../../nbs/24_data.files.ipynb #7c264398
 _SHARES = 1024 # parts into which tables are cut for streaming
@@ -387,7 +403,8 @@ def text_rows(path:str|Path, images_path:str|Path|None=None, # files; pictures, 
     files = text_files(path)
     if not files:
         raise MissingFile(f'no rows at {path}: give a file of {", ".join(LINES)}, or a folder')
-    if Path(path).is_dir() and files != [Path(path)]: _log_aside(path, files)
+    if Path(path).is_dir() and files != [Path(path)]:
+        _log_aside(path, files)
     whole = []
     for file in files:
         folders = [file.parent/'images', file.parent] if images_path is None else [images_path]
@@ -428,7 +445,8 @@ def local_configs(path:str|Path)->list[str]: # subfolders with data, in natural 
     "Configurations of a local data set; none if it has files itself, or folders for splits."
     found = [p.name for p in Path(path).iterdir() if p.is_dir()
         and _has_data(p, '**/*')]
-    if _has_data(Path(path), '*') or _SPLITS & {*found}: return []
+    if _has_data(Path(path), '*') or _SPLITS & {*found}:
+        return []
     def natural(name):
         return [int(part) if part.isdigit() else part
             for part in re.split(r'(\d+)', name)]
@@ -463,8 +481,10 @@ def _found(path, split, cache_dir, streaming, **more):
     "What `datasets` finds. A lane holds one decoded row group of parquet; buffering spares the file's bytes."
     if not streaming:
         return datasets.load_dataset(path, split=split, cache_dir=cache_dir, **more)
-    if isinstance(path, datasets.DatasetBuilder): builder = path
-    else: builder = datasets.load_dataset_builder(path, cache_dir=cache_dir, **more)
+    if isinstance(path, datasets.DatasetBuilder):
+        builder = path
+    else:
+        builder = datasets.load_dataset_builder(path, cache_dir=cache_dir, **more)
     if hasattr(builder.config, 'fragment_scan_options'):
         builder.config.batch_size = READ_ROWS
         builder.config.fragment_scan_options = ParquetFragmentScanOptions(
@@ -484,7 +504,8 @@ def _features(files:Iterable[Path])->datasets.Features|None:
     largest = 0,'' # rows of a row group; where
     for file in sorted(files):
         footer = parquet_footer(file)
-        if footer is None: continue # damaged: it will be named when it is read
+        if footer is None:
+            continue # damaged: it will be named when it is read
         largest = max(largest,
             (footer.num_rows//max(footer.num_row_groups, 1), str(file)))
         schema = footer.schema.to_arrow_schema()
@@ -498,7 +519,8 @@ def _features(files:Iterable[Path])->datasets.Features|None:
     every:dict = {}
     for columns in found:
         for name,kind in columns.items(): # in some files all are null
-            if every.get(name) in (None, datasets.Value('null')): every[name] = kind
+            if every.get(name) in (None, datasets.Value('null')):
+                every[name] = kind
     return datasets.Features(every) if found and every != found[0] else None
 
 # %% ../../nbs/24_data.files.ipynb #17c00005
@@ -510,7 +532,8 @@ def _data_files(folder, split):
         words = {f:re.split(r'[\W\d_]+', f.relative_to(folder).as_posix().lower())
             for f in data}
         chosen = [f for f in data if split in words[f]]
-        if not chosen: chosen = [f for f in data if not _SPLITS & {*words[f]}]
+        if not chosen:
+            chosen = [f for f in data if not _SPLITS & {*words[f]}]
         if chosen and any(names_picture(f.name) for f in files) and not (folder/'README.md').exists():
             return dict(path=FILES[kind], data_files={split: [*map(str, chosen)]})
     return {}
@@ -521,7 +544,8 @@ def _plain_parquet(folder):
     splits = set()
     for file in files:
         name = os.path.relpath(file, folder).lower()
-        if not name.endswith('.parquet') or re.search(r'(^|/)(\.|__)', name): return []
+        if not name.endswith('.parquet') or re.search(r'(^|/)(\.|__)', name):
+            return []
         splits.add(frozenset(_SPLIT_WORDS & {*re.split(r'[\W\d_]+', name)}))
     return files if splits in ({frozenset()}, {frozenset({'train'})}) else []
 
@@ -577,7 +601,8 @@ def _sample_places(file):
                 tar.members.clear() # it would keep them all
                 if not member.isreg(): continue
                 place = member.offset_data,-1 if member.issparse() else member.size
-                if sum(place) > size: raise tarfile.ReadError('unexpected end of data')
+                if sum(place) > size:
+                    raise tarfile.ReadError('unexpected end of data')
                 names.append(member.name)
                 places.append(place)
     except BROKEN as e:
@@ -585,7 +610,8 @@ def _sample_places(file):
         damage = str(e)
     samples = [*group_samples(names).values()]
     pictures = [parts for parts in samples if _has_picture(parts)]
-    if damage and pictures: samples = pictures # what lost its picture is no text
+    if damage and pictures:
+        samples = pictures # what lost its picture is no text
     columns:dict[str,list] = dict(kinds=[], starts=[], sizes=[])
     for parts in samples:
         columns['kinds'].append([kind for kind,_ in parts])
@@ -605,7 +631,8 @@ def _unpacked(path, compression):
     with pa.input_stream(path, compression=compression) as packed:
         shutil.copyfileobj(packed, file)
     file.flush()
-    with suppress(FileExistsError): os.link(file.name, place) # another rank may have been faster
+    with suppress(FileExistsError):
+        os.link(file.name, place) # another rank may have been faster
     return file
 
 @lru_cache(maxsize=8)
@@ -662,7 +689,8 @@ def _of_tars(path, streaming, columns, folders):
             datasets.config.HF_DATASETS_CACHE)
     rows = Parts([_Tar(file, columns, folders) for file in files])
     if not streaming:
-        for tar in rows.parts: require(not tar.damage, f'{tar.path}: {tar.damage}')
+        for tar in rows.parts:
+            require(not tar.damage, f'{tar.path}: {tar.damage}')
     _log_unread(path, _look(rows, f'no sample of {path}'))
     return rows
 
@@ -676,7 +704,8 @@ def _saved(folder, split, streaming):
     return ds.to_iterable_dataset(min(len(ds), _SHARES)) if streaming and len(ds) else ds
 
 # %% ../../nbs/24_data.files.ipynb #17c00006
-def _renamed_table(table, names): return table.rename_columns(names)
+def _renamed_table(table, names):
+    return table.rename_columns(names)
 
 def _under_names(ds, names):
     "A data set under other names of its columns; a stream stays one of tables, so no picture is decoded."
@@ -708,7 +737,8 @@ def _conform(ds:Any, name:str, where:str='the rows', # its `source`, if it has n
                   f'{GIVE}. Pictures with a class are for `nanovlm classify`')
     _log_unread(where, unread)
     others:set[str] = set()
-    for kind in ('images', 'texts', 'question', 'answer'): others.update(*by_name[kind])
+    for kind in ('images', 'texts', 'question', 'answer'):
+        others.update(*by_name[kind])
     aside = {'id', 'kinds', *unread}-others # a row may fill another column of a name that is known
     ds = ds.select_columns([c for c in ds.column_names if c not in aside])
     if whole and 'source' not in ds.column_names:
@@ -721,7 +751,8 @@ def _folder(path, name):
 
 def _tars(path):
     "The tars that a path names; what else is there is named in the log."
-    if path.is_file(): return [path] if ending(path) == '.tar' else []
+    if path.is_file():
+        return [path] if ending(path) == '.tar' else []
     found = sorted(f for f in path.glob('*') if ending(f) == '.tar' and f.is_file())
     if found: _log_aside(path, found)
     return found
@@ -754,10 +785,14 @@ def load_config(path:str|Path, name:str, split:str='train', # a folder, a file o
         if name not in _described(folder):
             raise MissingFile(f'no folder {name} in {path}; there are {local_configs(path)}')
         ds = _found(str(folder.resolve()), split, cache_dir, streaming, name=name)
-    elif text_files(folder): return text_rows(folder, images_path, columns)
-    elif _tars(folder): return _of_tars(folder, streaming, columns, places)
-    elif _is_saved(folder): ds = _saved(folder, split, streaming)
-    elif folder.exists(): ds = _files(folder, split, cache_dir, streaming)
+    elif text_files(folder):
+        return text_rows(folder, images_path, columns)
+    elif _tars(folder):
+        return _of_tars(folder, streaming, columns, places)
+    elif _is_saved(folder):
+        ds = _saved(folder, split, streaming)
+    elif folder.exists():
+        ds = _files(folder, split, cache_dir, streaming)
     else:
         ds = _found(str(path), split, cache_dir, streaming, name=name)
     source = folder.stem if folder.is_file() else name
@@ -798,14 +833,18 @@ def load_configs(path:str|Path, names:Sequence[str]=('default',), **how)->dict: 
     except UsageError: raise
     except LOAD_ERRORS as e: raise _not_given(path, e) from e
     for name in chosen:
-        try: data[name] = load_config(path, name, **how)
-        except UnusedColumn: raise # it was not looked at to the end
-        except ConnectionError as e: raise _not_given(path, e) from e # nor was this
+        try:
+            data[name] = load_config(path, name, **how)
+        except UnusedColumn:
+            raise # it was not looked at to the end
+        except ConnectionError as e:
+            raise _not_given(path, e) from e # nor was this
         except LOAD_ERRORS as e:
             if not Path(path).exists() and len(chosen)==1:
                 raise _not_given(path, e) from e
             cause = e
-            if isinstance(e, DatasetsError) and e.__cause__: cause = e.__cause__ # what it is, not where
+            if isinstance(e, DatasetsError) and e.__cause__:
+                cause = e.__cause__ # what it is, not where
             logger.warning('skipped data set %s of %s: %s: %s', name, path,
                 type(cause).__name__, cause)
             why.append(f'{name}: {cause}'.strip().split('\n')[0])
@@ -821,7 +860,8 @@ def _own_row(row, i, columns):
     try:
         own = read_object(row, columns)
         require(own['texts'], f'it has no turns: {GIVE}')
-    except ValueError as e: raise UsageError(f'row {i}: {e}') from None
+    except ValueError as e:
+        raise UsageError(f'row {i}: {e}') from None
     return dict(row_id=i)|own
 
 # %% ../../nbs/24_data.files.ipynb #29d70013

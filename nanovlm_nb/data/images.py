@@ -61,13 +61,15 @@ def _kind_of(head:bytes)->str: # the first bytes of a file, 132 or more
     for place,signs,words in _KINDS:
         if head.startswith(signs, place): return words
     start = head.removeprefix(b'\xef\xbb\xbf').lstrip().lower()
-    if b'<svg' in start: return 'an SVG drawing: save it as PNG'
+    if b'<svg' in start:
+        return 'an SVG drawing: save it as PNG'
     if start.startswith((b'<!doctype html', b'<html')):
         return 'a web page: download the picture again'
     if not head.strip(b'\0'):
         return 'zeros: download it again' if head else 'empty: download it again'
     text = ' '.join(head[:40].decode('utf-8', 'replace').split())
-    if text.isprintable() and '\ufffd' not in text[:-1]: return f'text, {text!r}'
+    if text.isprintable() and '\ufffd' not in text[:-1]:
+        return f'text, {text!r}'
     return f'unknown, {head[:8].hex(" ")}'
 
 # %% ../../nbs/14_data.images.ipynb #d9afd4c9
@@ -87,7 +89,8 @@ def _refuse(e:Exception, src:Any='')->NoReturn:
         raise UnreadableImage(f'{src!r:.40} is no picture: give bytes, a file name, an open file, '
                               'a PIL image or a dictionary with `bytes` or `path`') from e
     message = f'{type(e).__name__}: {re.sub(" at 0x[0-9a-fA-F]+", "", str(e))}'
-    if isinstance(e, Image.DecompressionBombError): message += ' Scale it down'
+    if isinstance(e, Image.DecompressionBombError):
+        message += ' Scale it down'
     if isinstance(e, UnidentifiedImageError) and not hasattr(src, 'read'):
         head = bytes(src[:512]) if data else Path(src).open('rb').read(512)
         message += f'; it is {_kind_of(head)}'
@@ -132,7 +135,8 @@ def _open_file(src):
         lean = _lean_png(file)
         file.seek(0)
         return Image.open(file if lean is None else io.BytesIO(lean))
-    if not isinstance(src, (str, os.PathLike)): return Image.open(src)
+    if not isinstance(src, (str, os.PathLike)):
+        return Image.open(src)
     if os.path.exists(src) and not os.path.isfile(src) and not os.path.isdir(src):
         raise UnreadableImage(f'{src} is a pipe or a device: give a file')
     with open(src, 'rb') as file: lean = _lean_png(file)
@@ -168,9 +172,12 @@ _TURNS = dict(enumerate((_T.FLIP_LEFT_RIGHT, _T.ROTATE_180, _T.FLIP_TOP_BOTTOM,
 
 def _orientation(im):
     "EXIF orientation 1 to 8 that is still to be applied, without decoding pixels."
-    if im.format == 'TIFF' or not _FLAGGED & im.info.keys(): return 1
-    try: return Image.Image.getexif(im).get(ExifTags.Base.Orientation, 1)
-    except _BROKEN_FILE as e: _refuse(e)
+    if im.format == 'TIFF' or not _FLAGGED & im.info.keys():
+        return 1
+    try:
+        return Image.Image.getexif(im).get(ExifTags.Base.Orientation, 1)
+    except _BROKEN_FILE as e:
+        _refuse(e)
 
 # %% ../../nbs/14_data.images.ipynb #5c8bc5e9
 def image_size(src:Picture)->tuple[int,int]: # (width, height) in pixels, after the EXIF rotation
@@ -183,7 +190,8 @@ def image_size(src:Picture)->tuple[int,int]: # (width, height) in pixels, after 
 # %% ../../nbs/14_data.images.ipynb #87a90e0a
 def _rgb(im, pixel_max=None):
     "Any mode to RGB; what is transparent shows white."
-    if im.mode == 'RGB' and not im.has_transparency_data: return im
+    if im.mode == 'RGB' and not im.has_transparency_data:
+        return im
     if im.mode == 'F' and pixel_max is None:
         raise UsageError('mode F (floating point) has no agreed range: give pixel_max, the value that is '
                          'white, or convert the picture to 8 bits')
@@ -255,7 +263,8 @@ def _smolvlm_sizes(w:int, h:int, max_side:int, tile:int)->tuple[tuple[int,int],t
     w, h = first = (max_side, short) if w >= h else (short, max_side)
     ratio = w/h
     def whole(x): return -(-x//tile)*tile
-    if w >= h: return first, (whole(w), whole(int(whole(w)/ratio)))
+    if w >= h:
+        return first, (whole(w), whole(int(whole(w)/ratio)))
     return first, (whole(int(whole(h)*ratio)), whole(h))
 
 # %% ../../nbs/14_data.images.ipynb #e10c0008
@@ -263,7 +272,8 @@ def _smolvlm_tiles(im:Image.Image, max_side:int, tile:int)->Tensor: # RGB -> uin
     "Tiles as SmolVLM's image processor cuts them, the global view last if there are several."
     (w, h) = im.size
     lanczos = Image.Resampling.LANCZOS
-    for size in _smolvlm_sizes(w, h, max_side, tile): im = im.resize(size, lanczos)
+    for size in _smolvlm_sizes(w, h, max_side, tile):
+        im = im.resize(size, lanczos)
     parts = [im] if im.size == (tile, tile) else [im, im.resize((tile, tile), lanczos)]
     return torch.cat([split_tiles(torch.from_numpy(np.stack(part.split())), tile)
         for part in parts])
@@ -320,7 +330,8 @@ class ImageProcessor:
             w, h = _smolvlm_sizes(width, height, side, tile)[1]
         elif self.convention == 'qwen':
             h, w = smart_resize(width, height, tile, self.min_pixels, self.max_pixels)
-        else: h, w = resize_dims(width, height, side, tile, self.resize_to_max_side_len)
+        else:
+            h, w = resize_dims(width, height, side, tile, self.resize_to_max_side_len)
         return h//tile, w//tile
 
     def __call__(self, image:Picture, rng:random.Random|None=None)->tuple[Tensor,
@@ -338,7 +349,8 @@ class ImageProcessor:
         tiles = split_tiles(x, s)
         if self.convention == 'qwen':
             return tiles.unflatten(0, (rows, cols)), (rows, cols)
-        if len(tiles) > 1: tiles = torch.cat([global_view(x, s), tiles])
+        if len(tiles) > 1:
+            tiles = torch.cat([global_view(x, s), tiles])
         return tiles, (rows, cols)
 
 # %% ../../nbs/14_data.images.ipynb #92dfa853

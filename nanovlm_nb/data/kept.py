@@ -32,7 +32,8 @@ def _picture_bytes(picture:Any)->bytes: # what `open_image` takes; empty: it can
     if isinstance(picture, dict):
         inside = picture.get('bytes')
         picture = picture['path'] if inside is None else inside
-    if isinstance(picture, (bytes, bytearray)): return bytes(picture)
+    if isinstance(picture, (bytes, bytearray)):
+        return bytes(picture)
     if isinstance(picture, (str, os.PathLike)) and Path(picture).is_file():
         return Path(picture).read_bytes()
     out = io.BytesIO()
@@ -82,7 +83,8 @@ def _all_rows(source):
 
 def keep_rows(run_dir:Path, train:Any, held_out:Any)->str: # sources; a line for the log
     "Write the rows of a run into its directory."
-    for name in (KEPT_ROWS, KEPT_HELD_OUT): (run_dir/name).unlink(missing_ok=True) # of an earlier start
+    for name in (KEPT_ROWS, KEPT_HELD_OUT):
+        (run_dir/name).unlink(missing_ok=True) # of an earlier start
     file = _table(_kept_row(row, i) for i,row in enumerate(_all_rows(train)))
     if file:
         write_atomic(run_dir/KEPT_ROWS, file)
@@ -91,7 +93,8 @@ def keep_rows(run_dir:Path, train:Any, held_out:Any)->str: # sources; a line for
     file = _table(_kept_row(row, i) for i,row in enumerate(read))
     why = (f'not all rows are kept: they are more than {KEEP_BYTES/1e6:g} MB, a stream, or of loaders of '
         'your own')
-    if file is None: return f'{why}; nanovlm eval, check and replay need them in Python'
+    if file is None:
+        return f'{why}; nanovlm eval, check and replay need them in Python'
     write_atomic(run_dir/KEPT_HELD_OUT, file)
     return f'{why}; held-out ones are in {run_dir/KEPT_HELD_OUT} for nanovlm eval, {len(file)/1e6:.1f} MB'
 

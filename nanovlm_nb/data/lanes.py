@@ -131,11 +131,13 @@ def plan_packs(lane:Lane, items:list[tuple], state:LaneState)->list[list[tuple]]
         tiles, rules.max_tiles)
     if rules.shuffle:
         totals = []
-        for group in groups: totals.append(sum(tiles[i] for i in group))
+        for group in groups:
+            totals.append(sum(tiles[i] for i in group))
         groups = [groups[g]
             for g in _take_order(totals, state.before, rules.seed, state.epoch)]
     packs = []
-    for group in groups: packs.append([items[i] for i in group])
+    for group in groups:
+        packs.append([items[i] for i in group])
     return packs
 
 # %% ../../nbs/23_data.lanes.ipynb #c41b7702
@@ -178,8 +180,10 @@ def planned(lane:Lane, state:LaneState=LaneState())->Iterator[tuple]: # samples,
             news = ([], {}) if j else (window.drops, window.cut)
             position = after if j+1==n else state._replace(emitted=j+1)
             yield members,position,*news
-            if (j+lane.number)%lane.stretch: continue # lanes take turns
-            for _ in islice(more, lane.stretch*(read*following.packs//n**2+1)): pass
+            if (j+lane.number)%lane.stretch:
+                continue # lanes take turns
+            for _ in islice(more, lane.stretch*(read*following.packs//n**2+1)):
+                pass
             if lane.stretch>1: rows.close()
         for _ in more: pass
         state = after
@@ -199,7 +203,8 @@ def packs_of(lane:Lane, state:LaneState=LaneState())->Iterator[dict]: # as of `p
             try:
                 with naming(plan.id):
                     samples.append(lane.samples.finish(plan, pictures, chance))
-            except Dropped as d: drops.append(d.args) # its place is padding
+            except Dropped as d:
+                drops.append(d.args) # its place is padding
         news = dict(lane=lane.number, state=list(state), drops=drops, cut=cut,
             done=members is None)
         made = pack(samples, rules.length, rules.pad_id, *slots)|news
@@ -209,7 +214,8 @@ def packs_of(lane:Lane, state:LaneState=LaneState())->Iterator[dict]: # as of `p
 # %% ../../nbs/23_data.lanes.ipynb #7d10a861
 BY_VALUE = 2**18 # bytes; smaller tensors are copied
 
-def _light(x:Tensor)->Any: return x.numpy() if x.nbytes<BY_VALUE else x
+def _light(x:Tensor)->Any:
+    return x.numpy() if x.nbytes<BY_VALUE else x
 def _heavy(x:Any)->Tensor:
     return torch.from_numpy(x) if isinstance(x, np.ndarray) else x
 
@@ -234,7 +240,8 @@ class _LaneDataset(IterableDataset):
                 shapes = [picture.shape[:-3] for picture in pictures]
                 p = p|made|dict(images=tiles, shapes=shapes)
                 yield {k:_light(v) if isinstance(v, Tensor) else v for k,v in p.items()}
-            for _ in range(-(-len(self.lanes)//n)-len(turns)): yield None
+            for _ in range(-(-len(self.lanes)//n)-len(turns)):
+                yield None
 
 # %% ../../nbs/23_data.lanes.ipynb #4780b164
 def _lanes_of(rank:int, world_size:int, batch_size:int, accumulation:int)->list[int]: # in their order

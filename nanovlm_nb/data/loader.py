@@ -67,7 +67,8 @@ def _check_state(state:dict, now:dict)->None: # a saved one, and that of the loa
     for part in ('rules', 'source', 'samples'):
         for name,was in state[part].items():
             found = now[part].get(name)
-            if was!=found: changed.append(f'{part}.{name} was {was!r}, is {found!r}')
+            if was!=found:
+                changed.append(f'{part}.{name} was {was!r}, is {found!r}')
     require(not changed, f"the order of the packs has changed: {'; '.join(changed)}. "
         f'Set them as they were, or {later}')
     missing = now['states'].keys()-state['states'].keys()
@@ -154,7 +155,8 @@ class PackLoader(Loader):
     def __iter__(self)->Iterator[Batch]: # the rest of the epoch
         packs = (p for p in pack_workers(self) if p is not None)
         while True:
-            with _letting_go(): turn = [next(packs) for _ in self.lanes]
+            with _letting_go():
+                turn = [next(packs) for _ in self.lanes]
             for p in turn: # undo the packing for transport: one tensor becomes a list of pictures
                 p |= {k:_heavy(v) for k,v in p.items()}
                 if 'layout' in p: p['layout'] = p['layout'].each(_heavy)
@@ -305,9 +307,11 @@ def _training_source(cfg):
     folders = {name:picture_folders(path, name, cfg.images_path)
         for name,folder in found.items()
                if not (text_files(folder) or _tars(folder))} # those have been found
-    if cfg.train_dataset_weights: return _mixture(cfg, data, kind, folders)
+    if cfg.train_dataset_weights:
+        return _mixture(cfg, data, kind, folders)
     rows = data if stream or len(data)>1 else [*data.values()][0]
-    if rows is not data: folders = {None: folders.get(next(iter(data)))}
+    if rows is not data:
+        folders = {None: folders.get(next(iter(data)))}
     return kind(rows, cfg.seed, cfg.val_size, cfg.data_cutoff_idx, folders=folders)
 
 # %% ../../nbs/25_data.loader.ipynb #e668c302
@@ -318,14 +322,17 @@ def load_sources(train_cfg:TrainConfig, # names the data set, if there are no ro
     if isinstance(rows, tuple) and len(rows)==2 and all(hasattr(s, 'rows_of')
         for s in rows):
         return rows
-    if rows is None and cfg.train_dataset_path=='shapes': return _scenes_pair(cfg)
+    if rows is None and cfg.train_dataset_path=='shapes':
+        return _scenes_pair(cfg)
     require(rows is not None or cfg.train_dataset_path!=OWN_ROWS,
         f'train_dataset_path is {OWN_ROWS}, the '
         'rows that a run was given in Python: give the file in its directory, RUN/rows.parquet')
     if isinstance(rows, datasets.Dataset):
         rows = _conform(rows, 'own', columns=cfg.columns)
-    if rows is None: train = _training_source(cfg)
-    else: train = MapSource(rows, cfg.seed, cfg.val_size, cfg.data_cutoff_idx)
+    if rows is None:
+        train = _training_source(cfg)
+    else:
+        train = MapSource(rows, cfg.seed, cfg.val_size, cfg.data_cutoff_idx)
     return train,train.held_out()
 
 # %% ../../nbs/25_data.loader.ipynb #4c81fa27
@@ -430,6 +437,7 @@ def first_rows(source, n:int, samples:VQADataset|None=None)->list[dict]: # leave
 def as_loader(batches:Loader|Iterable[Batch])->Loader: # the same, or a plain `Loader` of them
     "Wraps a plain iterable of batches in a `Loader`."
     if isinstance(batches, Loader): return batches
-    if not hasattr(batches, 'state_dict'): return Loader(batches)
+    if not hasattr(batches, 'state_dict'):
+        return Loader(batches)
     raise TypeError(f'{type(batches).__name__} has a state, which would be lost: '
                     'make it a subclass of `lanes.Loader`')

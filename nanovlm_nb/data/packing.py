@@ -58,7 +58,8 @@ def _sums(pool, capacity):
     "All sums that the first items make, for none of them, one, two, ...: bits of integers."
     sums = [1]
     within = (2<<capacity)-1
-    for item in pool: sums.append((sums[-1] | sums[-1]<<item[0]) & within)
+    for item in pool:
+        sums.append((sums[-1] | sums[-1]<<item[0]) & within)
     return sums
 
 # %% ../../nbs/21_data.packing.ipynb #fcc305a0
@@ -85,7 +86,8 @@ TRIES = 16 # sums that are tried for a pack
 
 def _left(room, items):
     "What is left of each limit after some items; below 0 if they do not fit."
-    for item in items: room = [left-cost for left, cost in zip(room, item)]
+    for item in items:
+        room = [left-cost for left, cost in zip(room, item)]
     return room
 
 def _beside(first, pool, limits):
@@ -138,7 +140,8 @@ def balanced_greedy_knapsack(
     items, limits, least = _items(lengths, image_counts, capacity, max_images,
         tile_counts, max_tiles)
     groups = _plan(items, limits)
-    if len(groups) > least: groups = min(groups, _plan(items[::-1], limits), key=len)
+    if len(groups) > least:
+        groups = min(groups, _plan(items[::-1], limits), key=len)
     return sorted(groups)
 
 # %% ../../nbs/21_data.packing.ipynb #ec9f89ee
@@ -225,7 +228,8 @@ class Document:
     n_targets:int # positions with a label
 
 # %% ../../nbs/21_data.packing.ipynb #e14b0010
-def _stretches(sizes): return pairwise(accumulate(sizes, initial=0))
+def _stretches(sizes):
+    return pairwise(accumulate(sizes, initial=0))
 
 def unpack(batch:Batch)->Iterator[Document]: # row by row; `layout` is not needed
     "The documents of a batch."

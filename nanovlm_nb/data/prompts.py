@@ -31,7 +31,8 @@ def image_strings(tokenizer:PreTrainedTokenizerBase, # with the extra tokens as 
     texts = []
     slots = tokenizer.image_token*mp_image_token_length
     for i,(rows,cols) in enumerate(splitted_image_counts):
-        try: picture = _picture(tokenizer, rows, cols, slots, convention)
+        try:
+            picture = _picture(tokenizer, rows, cols, slots, convention)
         except AttributeError as e:
             raise UsageError(f'no token {e.name} for a picture of {rows} x {cols} tiles: lower max_img_size '
                 '(the default tokens reach 8 tiles a side), or add the token to vlm_extra_tokens') from e
@@ -111,9 +112,12 @@ def number_marks(turns:list[dict], n:int)->tuple[list[dict],int]: # pictures; ma
     spare = 0
     def number(mark):
         nonlocal spare
-        if mark[1]: k = int(mark[1])-first
-        elif _kind(mark) == plain: k = next(ahead)
-        else: return mark[0] # a turn that has marks of one kind speaks of the others
+        if mark[1]:
+            k = int(mark[1])-first
+        elif _kind(mark) == plain:
+            k = next(ahead)
+        else:
+            return mark[0] # a turn that has marks of one kind speaks of the others
         spare += k >= n
         return f'<image: {k}>' if k < n else ''
     numbered = []
@@ -135,7 +139,8 @@ def place_pictures(turns:list[dict], n:int)->list[dict]: # pictures
     text = numbered[0]['user']
     order = [int(k) for k in _NUMBER.findall(text)]
     with_numbers = any(mark[1] for mark in _MARKS.finditer(turns[0]['user'] or ''))
-    if order != [*range(len(order))] or with_numbers and len(order) < n: return numbered
+    if order != [*range(len(order))] or with_numbers and len(order) < n:
+        return numbered
     above:Any = _ABOVE.match(text)
     rest = text[above.end():]
     below:Any = _BELOW.search(rest)
@@ -163,7 +168,8 @@ def to_messages(tokenizer:PreTrainedTokenizerBase|re.Pattern, # or its `special_
     pictures:list[str]|str='', # placeholders of each; or one text that comes first, whatever is marked
     inline:bool=False)->list[dict]: # pictures stand at their marks
     "Turns as messages {'role', 'content'} for a chat template, without special tokens of their own."
-    if not texts: raise UsageError('a conversation needs at least one turn')
+    if not texts:
+        raise UsageError('a conversation needs at least one turn')
     head = ''.join(pictures)
     places = {}
     messages = []
@@ -199,7 +205,8 @@ def _bounded(template:str)->str:
     tag = ''
     for _,kind,text in Environment(keep_trailing_newline=True).lex(template):
         texts.append(text)
-        if text == '**': raise TemplateError('it raises to a power')
+        if text == '**':
+            raise TemplateError('it raises to a power')
         if kind == 'block_begin': tag = ''
         elif kind == 'name': tag = tag or text
         elif kind == 'block_end' and tag in ('for', 'macro', 'block'):
@@ -252,8 +259,10 @@ def answer_frames(tokenizer:PreTrainedTokenizerBase)->list[AnswerFrame]: # of th
     words = ('xzyvd', 'dvyzx', 'yvxdz')
     chat = [dict(role=r, content=w)
         for r,w in zip(('user', 'assistant', 'user'), words)]
-    try: _, between, after, *_ = re.split('|'.join(words), render_chat(tokenizer, chat))
-    except ValueError: return [last] # for a single question
+    try:
+        _, between, after, *_ = re.split('|'.join(words), render_chat(tokenizer, chat))
+    except ValueError:
+        return [last] # for a single question
     shared = len(commonprefix([after, last[1]]))
     stem, spaces = _split_lead(between)
     earlier = (stem, re.sub(r'<[^<>]*\Z', '', after[:shared]), spaces)
@@ -275,7 +284,8 @@ def _answer_spans(text:str, messages:list[dict], # rendered; as they were
             head = q+between
             body = lead+a+end
             start = text.find(head+body, cursor)
-            if start >= 0: found.append((-start, len(head), start+len(head)+len(body)))
+            if start >= 0:
+                found.append((-start, len(head), start+len(head)+len(body)))
         if not found:
             raise UsageError(f'the chat template changed the turn {answer["content"][:40]!r}: '
                              'its answer cannot be found')

@@ -139,7 +139,8 @@ def _refuse(column, what, beside):
 
 def _is_bare_name(value, folders):
     "Whether a value is the name of a file in one of the folders, without an ending."
-    if not isinstance(value, str) or len(value) >= 200 or '.' in value: return False
+    if not isinstance(value, str) or len(value) >= 200 or '.' in value:
+        return False
     return _find(value.strip(), folders) is not None
 
 def _picture_columns(row, groups, others, folders, chosen):
@@ -155,7 +156,8 @@ def _picture_columns(row, groups, others, folders, chosen):
     if len(certain) > 1 or groups:
         certain = [group for group in certain if not _is_id(row, group)]
     if groups:
-        if certain and not chosen: _refuse(certain[0][0], 'pictures', main or groups[0])
+        if certain and not chosen:
+            _refuse(certain[0][0], 'pictures', main or groups[0])
         return main
     possible = [group for group,sure in rest.items() if sure == 1
         and not _IS_ID.fullmatch(group[0])]
@@ -163,7 +165,8 @@ def _picture_columns(row, groups, others, folders, chosen):
     if not found and folders:
         found = [group for group in others if _is_bare_name(row[group[0]], folders)]
     for group in found[1:]:
-        if not _is_same(row, group, found[0]): _refuse(group[0], 'pictures', found[0])
+        if not _is_same(row, group, found[0]):
+            _refuse(group[0], 'pictures', found[0])
     return _filled(row, found)
 
 # %% ../../nbs/18_data.rows.ipynb #d1a00b14
@@ -193,7 +196,8 @@ def columns_of(row:dict, folders:Folders=None, # names of columns -> values; of 
     if spoken and not told and len(spoken) == 1:
         read['texts'] = tuple(spoken)
         others = _others(row, read)
-    elif spoken and not (chosen and told): _refuse(spoken[0], 'a conversation', told)
+    elif spoken and not (chosen and told):
+        _refuse(spoken[0], 'a conversation', told)
     read['images'] = _picture_columns(row, by_name['images'], others, folders, chosen)
     if not read['images']: _check_lost(row, read, others)
     return read
@@ -205,11 +209,13 @@ _ASKED = [*LAYOUTS][2:] # kinds of a row that is no conversation
 def _settle(row, read):
     "Decide what is read of a row with questions: options need one, and a label without options may answer."
     for kind in ('system', 'context', 'input'):
-        if not all(isinstance(row[name], str) for name in read[kind]): read[kind] = ()
+        if not all(isinstance(row[name], str) for name in read[kind]):
+            read[kind] = ()
     if read['options'] and read['question']: return
     words = tuple(name for name in read['choice']
         if not isinstance(row[name], (int, float)))
-    if read['question']: read['answer'] = read['answer'] or words
+    if read['question']:
+        read['answer'] = read['answer'] or words
     read['options'] = read['choice'] = ()
 
 @lru_cache(maxsize=1024)
@@ -276,7 +282,8 @@ def _message(m, pictures):
     said = _first(m, 'content', 'value')
     require(str(role) in _ROLES,
         f'the role {role!r} is unknown: give system, user and assistant')
-    if isinstance(said, (list, np.ndarray)): said = ''.join(_part(p, pictures) for p in said) # or from pandas
+    if isinstance(said, (list, np.ndarray)):
+        said = ''.join(_part(p, pictures) for p in said) # or from pandas
     require(isinstance(said, str),
         f'a message of the {role} is {said!r:.60}: give a text')
     return _ROLES[role],said
@@ -362,13 +369,18 @@ def _question_turns(row, read, pictures, inside):
     require(len(asked) in (1, len(said)),
         f'`{"".join(question[:1])}` has {len(asked)} questions for {len(said) or 1} answers: '
         'give one for each')
-    if read['options']: return [_choice_turn(asked[0], row, read)]
-    if len(answer) > 1 and len(read['images']) > 1: raise UsageError(
-        f"which of {', '.join(read['images'])} does each of {', '.join(answer)} tell of? "
-        f"Name one of each in columns, as `image={read['images'][0]} answer={answer[0]}`")
-    if len(asked) > 1: pass
-    elif is_caption(answer[0]) or not question: asked *= len(said)
-    else: said = [_commonest(said)]
+    if read['options']:
+        return [_choice_turn(asked[0], row, read)]
+    if len(answer) > 1 and len(read['images']) > 1:
+        raise UsageError(
+            f"which of {', '.join(read['images'])} does each of {', '.join(answer)} tell of? "
+            f"Name one of each in columns, as `image={read['images'][0]} answer={answer[0]}`")
+    if len(asked) > 1:
+        pass
+    elif is_caption(answer[0]) or not question:
+        asked *= len(said)
+    else:
+        said = [_commonest(said)]
     return [dict(user=q, assistant=a) for q,a in zip(asked, said)]
 
 # %% ../../nbs/18_data.rows.ipynb #eaef9e96
@@ -387,7 +399,8 @@ def _earlier(row, columns, inside):
     "The turns that a `history` of pairs holds."
     said = []
     for column in columns: said += as_list(listed(row[column]))
-    if said and isinstance(said[0], dict): return pair_turns(said, inside)
+    if said and isinstance(said[0], dict):
+        return pair_turns(said, inside)
     require(all(isinstance(pair, (list, tuple, np.ndarray)) and len(pair) == 2
         for pair in said),
         f'`history` is {said!r:.80}: give a list of pairs, of a question and its answer')
@@ -434,18 +447,23 @@ def read_layout(row:dict, folders:Folders=None, # of pictures that are named, se
     read = columns_of(row, folders, chosen)
     if unread is not None: unread.update(unread_of(row, read))
     pictures:list = []
-    for name in read['images']: pictures += pictures_of(row[name], folders)
+    for name in read['images']:
+        pictures += pictures_of(row[name], folders)
     inside:list = []
-    if read['texts']: turns = _spoken_turns(row, read['texts'][0], inside)
-    elif columns_by_name(tuple(row))['texts'] and not read['answer']: turns = []
-    else: turns = _question_turns(row, read, pictures, inside)
+    if read['texts']:
+        turns = _spoken_turns(row, read['texts'][0], inside)
+    elif columns_by_name(tuple(row))['texts'] and not read['answer']:
+        turns = []
+    else:
+        turns = _question_turns(row, read, pictures, inside)
     if turns and any(read[kind] for kind in ('system', 'context', 'input', 'history')):
         first = dict(user=_around(turns[0]['user'] or '', row, read))
         turns = _earlier(row, read['history'], inside)+[turns[0]|first]+turns[1:]
     _check_texts(turns)
     asked = [turn['user'] or '' for turn in turns]
     if not pictures and not inside: # as Qwen-VL writes it: the picture is named in the text
-        for text in asked: inside += re.findall(r'<img>([^<>]+)</img>', text)
+        for text in asked:
+            inside += re.findall(r'<img>([^<>]+)</img>', text)
     shown = [name for name in chain(*map(_SHOWN.findall, asked))
         if _find(name, folders)]
     require(pictures or inside or not shown,

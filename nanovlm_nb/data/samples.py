@@ -28,7 +28,8 @@ def to_row(row:pa.Table|dict, place:int|str, # its number
     "A row of any layout with `id`, `images` (encoded) and `texts`; a `Dropped` if it cannot be read."
     id = f"{name or 'sample'}/{place}"
     try:
-        if isinstance(row, pa.Table): row = row.to_pylist()[0] # its pictures stay encoded
+        if isinstance(row, pa.Table):
+            row = row.to_pylist()[0] # its pictures stay encoded
         own = row.get('row_id')
         source = row.get('source')
         names = [str(name or source or 'sample')]
@@ -36,8 +37,10 @@ def to_row(row:pa.Table|dict, place:int|str, # its number
         id = '/'.join((*dict.fromkeys(names), str(place if own is None else own)))
         if row.get(LEFT_OUT): raise row[LEFT_OUT]
         images,texts = read_layout(row, folders)
-    except MissingFile as e: return Dropped(id, 'missing_image', str(e))
-    except ValueError as e: return Dropped(id, 'bad_row', str(e)) # a text that is not UTF-8, too
+    except MissingFile as e:
+        return Dropped(id, 'missing_image', str(e))
+    except ValueError as e:
+        return Dropped(id, 'bad_row', str(e)) # a text that is not UTF-8, too
     spare = number_marks(texts, len(images))[1]
     if not marks: texts = place_pictures(texts, len(images))
     if spare: row = row|dict(spare_marks=spare)
@@ -110,7 +113,8 @@ class VQADataset(torch.utils.data.Dataset):
         try:
             ids,labels = encode_chat(self.tokenizer, turns, pictures, inline,
                 self.frames, self.special)
-        except UsageError as e: raise Dropped(id, 'template', str(e)) from e
+        except UsageError as e:
+            raise Dropped(id, 'template', str(e)) from e
         tiles = int((ids == self.tokenizer.image_token_id).sum())
         tokens = len(ids) + tiles*(self.mp_image_token_length-1)
         if tokens >= (self.max_sample_length or math.inf):
@@ -124,7 +128,8 @@ class VQADataset(torch.utils.data.Dataset):
     def finish(self, plan:Plan, pictures:list, # from `plan_row`; the `images` of its row
         rng:random.Random|None=None)->dict: # chance for augmentations; None: always the same
         "Decode a planned sample: `id`, `input_ids`, `labels`, `images` (uint8); or raise `Dropped`."
-        try: tiles = [self.image_processor(im, rng)[0] for im in pictures]
+        try:
+            tiles = [self.image_processor(im, rng)[0] for im in pictures]
         except UnreadableImage as e:
             raise Dropped(plan.id, 'unreadable_image', str(e)) from e
         times = np.where(plan.ids == self.tokenizer.image_token_id,

@@ -37,7 +37,8 @@ class _Thing(NamedTuple):
     size:str
     place:str
 
-    def __str__(self): return f'{self.size} {self.colour} {self.shape}, {self.place}'
+    def __str__(self):
+        return f'{self.size} {self.colour} {self.shape}, {self.place}'
 
 # %% ../../nbs/20_data.shapes.ipynb #4890d163
 SORTS = dict(one=.72, group=.18, pair=.03, text=.07) # share of each sort of scene
@@ -152,15 +153,18 @@ def pair_turn(side:str, scene:_Scene, rng:random.Random)->_Turn: # 'left' or 'ri
 # %% ../../nbs/20_data.shapes.ipynb #d568f815
 def _plan_turns(sort:str, rng:random.Random)->list[tuple]: # (function, its first argument) of each
     "Decide what a conversation about a scene of this sort will ask, in random order."
-    if sort == 'text': return [(_plain_turn, k) for k in rng.sample(_Thing._fields, 2)]
+    if sort == 'text':
+        return [(_plain_turn, k) for k in rng.sample(_Thing._fields, 2)]
     if sort == 'pair':
         return [(pair_turn, side) for side in rng.sample(('left', 'right'), 2)]
-    if sort == 'one' and rng.random() < .2: return [(_plain_turn, 'describe')]
+    if sort == 'one' and rng.random() < .2:
+        return [(_plain_turn, 'describe')]
     group = sort == 'group'
     kinds = rng.sample(('colour', 'shape', 'count'), 3) if group else rng.sample(_Thing._fields, 4)
     often = .2 if group else .3
     claim = None
-    if rng.random() < often: claim = rng.choice([k for k in kinds if k in _CLAIMS])
+    if rng.random() < often:
+        claim = rng.choice([k for k in kinds if k in _CLAIMS])
     return [(_yes_no_turn if k == claim else _plain_turn, k) for k in kinds]
 
 # %% ../../nbs/20_data.shapes.ipynb #6093798b
@@ -182,7 +186,8 @@ def _row(row_id, scene, turns, rng):
     "A row of the data set; a text does not depend on a picture."
     images = []
     ratings = {f'{name}_ratings': [5]*len(turns) for name in RATINGS}
-    if scene.sort == 'text': ratings['visual_dependency_ratings'] = [1]*len(turns)
+    if scene.sort == 'text':
+        ratings['visual_dependency_ratings'] = [1]*len(turns)
     else:
         file = io.BytesIO()
         draw_scene(scene, rng).save(file, 'PNG', compress_level=1)
@@ -240,7 +245,8 @@ def blind_guesses(turns:list[tuple[str,str,str]])->list[str]: # kind, question a
     groups = [('question', q) if asked[q] >= OFTEN else ('kind', kind)
         for kind,q,_ in turns]
     answers:dict = defaultdict(Counter)
-    for group,(_,_,answer) in zip(groups, turns): answers[group][answer] += 1
+    for group,(_,_,answer) in zip(groups, turns):
+        answers[group][answer] += 1
     return [answers[group].most_common(1)[0][0] for group in groups]
 
 def best_blind_guess(rows:Iterable[dict])->dict[str,float]: # with `kinds`; kind, or 'all' -> share guessed

@@ -36,7 +36,8 @@ class _Permutation:
         self.base = next(a for a in count(int(n**.5)) if a*a>=n)
 
     def __getitem__(self, i:int)->int: # place -> number
-        if not 0<=i<self.n: raise IndexError(f'place {i} of a permutation of {self.n}')
+        if not 0<=i<self.n:
+            raise IndexError(f'place {i} of a permutation of {self.n}')
         while True:
             high,low = divmod(i, self.base)
             for key in self.keys:
@@ -64,7 +65,8 @@ class Parts(Sequence):
 
     def place(self, i:int)->tuple[int,int]: # an IndexError if there is no such row
         "The part of a row, and its number in there."
-        if not 0<=i<len(self): raise IndexError(f'row {i} of {len(self)}')
+        if not 0<=i<len(self):
+            raise IndexError(f'row {i} of {len(self)}')
         part = bisect_right(self.starts, i)-1
         return part,i-self.starts[part]
 
@@ -88,7 +90,8 @@ def head_rows(rows)->list[dict]: # a table, a stream, or what gives rows
     if not isinstance(rows, (datasets.Dataset, datasets.IterableDataset)):
         return [*islice(iter(rows), 1)]
     if not {*rows.column_names}-{*FEATURES}: return []
-    try: tables = [*islice(rows.with_format('arrow').iter(READ_ROWS), 1)]
+    try:
+        tables = [*islice(rows.with_format('arrow').iter(READ_ROWS), 1)]
     except BROKEN as e: # it is named when its rows are due
         if not _is_damage(e): raise
         tables = []
@@ -107,9 +110,11 @@ def columns_read(rows:list[dict], where:str, # from `head_rows`; whose they are,
         try: read = columns_of(row, folders, chosen)
         except UnusedColumn as e: lost = e
         else:
-            for kind,names in read.items(): found.setdefault(kind, set()).update(names)
+            for kind,names in read.items():
+                found.setdefault(kind, set()).update(names)
             unread.update(unread_of(row, read))
-    if lost and not found: raise UnusedColumn(f'{where}: {lost}')
+    if lost and not found:
+        raise UnusedColumn(f'{where}: {lost}')
     return found,unread-set().union(*found.values())
 
 # %% ../../nbs/22_data.sources.ipynb #c1c947ad
@@ -197,7 +202,8 @@ def _row_groups(file):
 # %% ../../nbs/22_data.sources.ipynb #cfd9aa8a
 def _shares(ds:datasets.IterableDataset|Parts)->list[tuple[Any,int]]: # stream, number in it
     "The smallest parts of a stream that can be opened on their own."
-    if isinstance(ds, Parts): return [(ds, i) for i in range(len(ds.parts))]
+    if isinstance(ds, Parts):
+        return [(ds, i) for i in range(len(ds.parts))]
     with ThreadPoolExecutor(8) as pool:
         streams = [*pool.map(_row_groups, _pieces(ds, 1))] if ds.num_shards<RESHARD_BELOW else [ds]
     shares = []
@@ -222,7 +228,8 @@ def _heads(n:int, val_size:int)->list[int]: # shares, rows -> rows of each share
     "How many rows at the head of each share are for validation."
     m = min(n, VAL_SHARES, val_size)
     result = [0]*n
-    for j in range(m): result[j*n//m] = val_size//m+(j<val_size%m)
+    for j in range(m):
+        result[j*n//m] = val_size//m+(j<val_size%m)
     return result
 
 # %% ../../nbs/22_data.sources.ipynb #da3e1c1d
@@ -253,8 +260,10 @@ def _rows_in(share:Share, start:int, stop:float, first:int,
     while at<stop: # in the tables of every reader, so that damage costs each the same rows
         table = next(tables, None)
         if table is None: return
-        if isinstance(table, dict): rows = [{name:value for name,(value,) in table.items()}] # of Python
-        else: rows = [table.slice(i, 1) for i in range(len(table))]
+        if isinstance(table, dict):
+            rows = [{name:value for name,(value,) in table.items()}] # of Python
+        else:
+            rows = [table.slice(i, 1) for i in range(len(table))]
         yield from enumerate(rows, at)
         at += len(rows)
 

@@ -38,7 +38,8 @@ def as_list(x)->list: # a value, several, or None
 # %% ../../nbs/16_data.values.ipynb #0800a009
 def is_filled(value:Any)->bool:
     "Whether there is something in a value; a text of blanks is nothing."
-    if isinstance(value, str): return bool(value) and not value.isspace()
+    if isinstance(value, str):
+        return bool(value) and not value.isspace()
     if isinstance(value, dict): return value != _NULL
     if isinstance(value, (list, tuple)) or getattr(value, 'dtype', None) == object:
         return any(map(is_filled, value))
@@ -55,7 +56,8 @@ _BASE64 = re.compile('[A-Za-z0-9+/]{64}')
 def is_base64(text:str)->bool:
     "Whether a text is a picture in base64, with or without `data:` in front."
     if text.startswith('data:'): return True
-    if len(text) < 64 or names_picture(text) or not _BASE64.match(text): return False
+    if len(text) < 64 or names_picture(text) or not _BASE64.match(text):
+        return False
     return bool(_HEADS.match(b64decode(text[:64])))
 
 def names_picture(text:str)->bool:
@@ -74,7 +76,8 @@ def _find(name, folders):
 
 def picture_evidence(value:Any, folders:Folders=None)->int: # 2: certainly, 1: perhaps, 0: no
     "Whether a value is a picture, or several."
-    if value is None or isinstance(value, (int, float)): return 0
+    if value is None or isinstance(value, (int, float)):
+        return 0
     if isinstance(value, str):
         if is_base64(value): return 2
         if not names_picture(value): return 0
@@ -82,7 +85,8 @@ def picture_evidence(value:Any, folders:Folders=None)->int: # 2: certainly, 1: p
     if isinstance(value, dict):
         parts = value.get('bytes'), value.get('path'), value.get('url')
         return max(picture_evidence(part, folders) for part in parts)
-    if isinstance(value, bytes): return 2 if _HEADS.match(value) else 0
+    if isinstance(value, bytes):
+        return 2 if _HEADS.match(value) else 0
     if isinstance(value, Image.Image): return 2
     if isinstance(value, (list, tuple)) or getattr(value, 'dtype', None) == object:
         each = [v for v in as_list(value) if is_filled(v)]
@@ -99,7 +103,8 @@ def _names_in(folder):
     "The files of a folder: as `_same_letters` -> name; none of a very large one."
     with suppress(OSError), os.scandir(folder) as entries:
         names = [entry.name for entry in islice(entries, 100_001)]
-        if len(names) <= 100_000: return {_same_letters(name):name for name in names}
+        if len(names) <= 100_000:
+            return {_same_letters(name):name for name in names}
     return {}
 
 def _guess(name, folders):
@@ -143,7 +148,8 @@ def find_picture(picture:Any, folders:Folders)->Any: # None: it is as it is
 def listed(value:Any)->Any:
     "The list that a text spells out in JSON or in Python, as tables have it; any other value as it is."
     text = value.strip() if isinstance(value, str) else ''
-    if text[:1]+text[-1:] != '[]' or re.search(r"""['"]\s+['"]""", text): return value
+    if text[:1]+text[-1:] != '[]' or re.search(r"""['"]\s+['"]""", text):
+        return value
     for read in (json.loads, ast.literal_eval):
         with suppress(ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
             return read(text)
@@ -162,10 +168,13 @@ def pictures_of(value:Any, folders:Folders)->list: # see `find_picture`
 # %% ../../nbs/16_data.values.ipynb #d1a00b25
 def is_conversation(value:Any)->bool:
     "Whether a value is a list of messages, or of questions and answers."
-    if value is None or isinstance(value, (int, float)): return False
-    if isinstance(value, str) and value[:1] == '[': value = listed(value)
+    if value is None or isinstance(value, (int, float)):
+        return False
+    if isinstance(value, str) and value[:1] == '[':
+        value = listed(value)
     several = isinstance(value, (list, tuple)) or getattr(value, 'dtype', None) == object
-    if not several or not len(value) or not isinstance(value[0], dict): return False
+    if not several or not len(value) or not isinstance(value[0], dict):
+        return False
     pairs = {'from', 'value'}, {'role', 'content'}, {'user', 'assistant'}, {'question',
         'answer'}
     return any(names <= value[0].keys() for names in pairs)
@@ -183,8 +192,10 @@ def names_of(value:Any)->list[str|None]:
 def options_of(row:dict, columns:tuple[str,...])->dict[str,Any]: # `columns_of(row)['options']`
     "The options of a question: letter, or number of the column -> text or number."
     value = listed(row[columns[0]])
-    if len(columns) > 1: found = {name[-1].upper():row[name] for name in columns}
-    elif not isinstance(value, dict): found = dict(zip(ascii_uppercase, as_list(value)))
+    if len(columns) > 1:
+        found = {name[-1].upper():row[name] for name in columns}
+    elif not isinstance(value, dict):
+        found = dict(zip(ascii_uppercase, as_list(value)))
     elif {'text', 'label'} <= value.keys():
         found = dict(zip(value['label'], value['text']))
     else:
@@ -201,8 +212,10 @@ def options_of(row:dict, columns:tuple[str,...])->dict[str,Any]: # `columns_of(r
 
 def pick_option(answer:Any, options:dict[str,Any], column:str, place:bool=False)->str: # its number, surely
     "The letter of the option that an answer of a column means."
-    if isinstance(answer, float) and answer.is_integer(): text = str(int(answer))
-    else: text = str(answer).strip()
+    if isinstance(answer, float) and answer.is_integer():
+        text = str(int(answer))
+    else:
+        text = str(answer).strip()
     bare = re.sub(r'^\((.)\)$|^(.)[.:)]$', r'\1\2', text).casefold()
     meant = set()
     for label,option in options.items():

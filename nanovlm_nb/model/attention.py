@@ -81,7 +81,8 @@ def docs_attention(q:Tensor, k:Tensor, v:Tensor, # as for `explicit_attention`
     layout:Layout|None, causal:bool, dropout_p:float, # likewise
 )->Tensor: # (B, H, T, D) mixed values, 0 at padding
     "Fused attention document by document."
-    if layout is None: return sdpa_attention(q, k, v, None, causal, dropout_p)
+    if layout is None:
+        return sdpa_attention(q, k, v, None, causal, dropout_p)
     if not any(layout.doc_lens): return 0*(q+k.sum()+v.sum())
     runs = []
     for lens,start in zip(layout.doc_lens, layout.starts):
@@ -94,8 +95,10 @@ def docs_attention(q:Tensor, k:Tensor, v:Tensor, # as for `explicit_attention`
     out = []
     for (n,real,_),*part in zip(equal, *parts):
         queries,keys,values = (x.unflatten(0, (-1,n)).transpose(1,2) for x in part)
-        if real: mixed = sdpa_attention(queries, keys, values, None, causal, dropout_p)
-        else: mixed = torch.zeros_like(queries)
+        if real:
+            mixed = sdpa_attention(queries, keys, values, None, causal, dropout_p)
+        else:
+            mixed = torch.zeros_like(queries)
         out.append(mixed.transpose(1,2).flatten(0,1))
     return torch.cat(out).unflatten(0, (-1,layout.T)).transpose(1,2)
 
@@ -117,7 +120,8 @@ def varlen_attention(q:Tensor, k:Tensor, v:Tensor, # as for `explicit_attention`
 )->Tensor: # (B, H, T, D) mixed values, 0 at padding
     "FlashAttention over all documents of all rows in one call, without a mask."
     from torch.nn.attention.varlen import varlen_attn # not in every release
-    if dropout_p: return sdpa_attention(q, k, v, layout, causal, dropout_p)
+    if dropout_p:
+        return sdpa_attention(q, k, v, layout, causal, dropout_p)
     B,H,T,D = q.shape
     cu = (layout or Layout.from_doc_lens([[T]]*B, T)).to(q.device).cu
     q,k,v = (x.transpose(1,2).flatten(0,1) for x in (q,k,v))
@@ -137,7 +141,8 @@ def problem_of(name:str, kind:str, dtype:torch.dtype, # in `BACKENDS`; of a devi
 )->str|None: # None: there is none
     "Returns why a backend cannot be used here."
     x = torch.zeros(1, 1, 4, 64, device=kind, dtype=dtype)
-    try: BACKENDS[name](x, x, x, Layout.from_doc_lens([[3]], 4), True, 0.)
+    try:
+        BACKENDS[name](x, x, x, Layout.from_doc_lens([[3]], 4), True, 0.)
     except (ImportError, OSError, RuntimeError, AttributeError, TypeError) as e:
         return f'{type(e).__name__}: {e}'.splitlines()[0]
     return None
@@ -152,7 +157,8 @@ def choose_backend(asked:str, packed:bool, # in `BACKENDS`, `flash` or auto; row
         raise UsageError(f"unknown attention backend {asked!r}: choose auto, {', '.join(BACKENDS)}")
     short = dtype in (torch.bfloat16,torch.float16)
     wished = []
-    if asked!='auto': wished.append('varlen' if asked=='flash' else asked)
+    if asked!='auto':
+        wished.append('varlen' if asked=='flash' else asked)
     if packed and kind=='cpu': wished.append('docs')
     elif packed and short: wished.append('varlen')
     order = [*dict.fromkeys([*wished, 'sdpa', 'explicit'])]
@@ -182,7 +188,8 @@ def attention(
     ids:Any = None if layout is None else layout.documents
     assert ids is None or ids.shape==(len(q),q.shape[2]), 'make the layout of this batch'
     compiling = torch.compiler.is_compiling()
-    if layout is not None and not compiling and layout.is_full: layout = None
+    if layout is not None and not compiling and layout.is_full:
+        layout = None
     choose = _in_graph if compiling else choose_backend
     name = choose(backend, layout is not None, q.device.type, q.dtype)
     return BACKENDS[name](q, k, v, layout, causal, dropout_p)

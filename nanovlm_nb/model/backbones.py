@@ -131,7 +131,8 @@ def their_names(name:str, family:Family)->list[str]: # a tensor of ours; the tab
         if match is None: continue
         found = []
         for their in [theirs] if isinstance(theirs, str) else theirs:
-            for part in match.groups(): their = their.replace('*', part, 1)
+            for part in match.groups():
+                their = their.replace('*', part, 1)
             found.append(their[1:] if their[0]=='/' else family.prefix+their)
         return found
     return []
@@ -149,7 +150,8 @@ def _their_config(folder):
     # knows every model there is: a second to import, and most runs have no such checkpoint
     from transformers import AutoConfig
     # code of theirs is not asked about, it is refused
-    try: return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except ValueError as e:
         raise UsageError(f'{folder} is no model that transformers knows: {e}') from e
 
@@ -215,7 +217,8 @@ def language_config(name:str|Path)->dict[str,Any]: # directory or hub name of a 
 # %% ../../nbs/34_model.backbones.ipynb #81be4f07
 def _pixels(p):
     "`pixel_mean` and `pixel_std` of an image processor's file."
-    if not p.get('do_normalize', True): return dict(pixel_mean=[0.], pixel_std=[1.])
+    if not p.get('do_normalize', True):
+        return dict(pixel_mean=[0.], pixel_std=[1.])
     mean = list(p.get('image_mean') or [.5])
     std = list(p.get('image_std') or [.5])
     # values that small mean 0, see `80_uses.export`
@@ -230,7 +233,8 @@ def _shuffle_factor(side:int)->int: # patches along a side of a tile
 def _tower_fields(cfg:VLMConfig)->dict[str,Any]: # names a vision backbone
     "Returns its numbers, and what of tiles and of a CLIP's or a DINOv2's pixels follows from it."
     numbers = vision_config(cfg.vit_model_type)
-    if 'vit_img_size' in cfg.given: numbers['vit_img_size'] = cfg.vit_img_size
+    if 'vit_img_size' in cfg.given:
+        numbers['vit_img_size'] = cfg.vit_img_size
     tile = numbers['vit_img_size']
     side = tile//numbers['vit_patch_size']
     same = (tile,side)==(cfg.vit_img_size,cfg.patches_per_side)
@@ -239,7 +243,8 @@ def _tower_fields(cfg:VLMConfig)->dict[str,Any]: # names a vision backbone
                       mp_pixel_shuffle_factor=_shuffle_factor(side))
         numbers |= {n:value for n,value in follow.items() if n not in cfg.given}
     plain = (cfg.pixel_mean,cfg.pixel_std)==([0.],[1.])
-    if not plain or not numbers.get('vit_cls_flag'): return numbers
+    if not plain or not numbers.get('vit_cls_flag'):
+        return numbers
     rules = _json(resolve_checkpoint(cfg.vit_model_type), 'preprocessor_config.json')
     return numbers | _pixels(rules) if rules else numbers
 
@@ -312,14 +317,16 @@ def _our_tensors(
     def is_read(name):
         return name in used or not any(fnmatch(name, pattern) for pattern in ignore)
     _check_tensors({*filter(is_read, theirs)}, used, source)
-    def make(name): return _shaped(name, _joined({n:theirs[n] for n in sources[name]}))
+    def make(name):
+        return _shaped(name, _joined({n:theirs[n] for n in sources[name]}))
     return Tensors({k:partial(make, k) for k,names in sources.items() if names})
 
 # %% ../../nbs/34_model.backbones.ipynb #7bcd47ef
 def _joined(parts:dict[str,Tensor])->Tensor: # of theirs, by name
     "Returns their tensors as one: stacked, or rows of the first times a layer scale."
     tensors = [*parts.values()]
-    if [*parts][-1].endswith('.lambda1'): return torch.einsum('r...,r->r...', *tensors)
+    if [*parts][-1].endswith('.lambda1'):
+        return torch.einsum('r...,r->r...', *tensors)
     return torch.cat(tensors)
 
 def _shaped(name, w):
@@ -371,7 +378,8 @@ def vision_weights(vit:ViT, name:str|Path)->Tensors: # that will get them; direc
     old = part.image_size//part.patch_size
     new = vit.cfg.patches_per_side
     make = state.makers[POSITIONS]
-    if new!=old: state.makers[POSITIONS] = lambda: _interpolated(make(), old, new)
+    if new!=old:
+        state.makers[POSITIONS] = lambda: _interpolated(make(), old, new)
     return state | zeros
 
 def load_vision_backbone(vit:ViT, name:str|Path)->None: # receives the weights; directory or hub name
@@ -411,7 +419,8 @@ def language_weights(lm:LanguageModel, name:str|Path)->Tensors: # that will get 
     for k in (embed,head):
         state.makers[k] = _with_new_rows(state.makers[k], cfg.lm_base_vocab_size,
             cfg.lm_vocab_size)
-    if cfg.lm_tie_weights: state.makers[head] = state.makers[embed]
+    if cfg.lm_tie_weights:
+        state.makers[head] = state.makers[embed]
     return state
 
 def load_language_backbone(lm:LanguageModel, name:str|Path)->None: # receives weights; directory or hub name

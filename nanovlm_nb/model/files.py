@@ -34,7 +34,8 @@ def resolve_checkpoint(name:str|Path, # directory of a checkpoint or of a run, o
     wanted = HUB_FILES
     if not weights:
         wanted = [file for file in HUB_FILES if not file.endswith('safetensors')]
-    try: return Path(snapshot_download(str(name), allow_patterns=wanted))
+    try:
+        return Path(snapshot_download(str(name), allow_patterns=wanted))
     except (OSError,ValueError) as e:
         raise MissingFile(f"{name} is no directory, and the hub did not give it ({type(e).__name__})"
                           f"{near_path(name) or ': check the name and the connection'}") from e
@@ -43,7 +44,8 @@ def resolve_checkpoint(name:str|Path, # directory of a checkpoint or of a run, o
 def _json(folder, *names):
     "The first of some JSON files that is there, else nothing."
     for name in names:
-        if (folder/name).is_file(): return json.loads((folder/name).read_bytes())
+        if (folder/name).is_file():
+            return json.loads((folder/name).read_bytes())
     return {}
 
 # %% ../../nbs/33_model.files.ipynb #32c7a058
@@ -61,12 +63,14 @@ class Tensors(MutableMapping):
         return Tensors({name:partial(state.get, name) for name in state})
 
     def __getitem__(self, name): return self.makers[name]()
-    def __setitem__(self, name, tensor): self.makers[name] = lambda: tensor
+    def __setitem__(self, name, tensor):
+        self.makers[name] = lambda: tensor
     def __delitem__(self, name): del self.makers[name]
     def __contains__(self, name): return name in self.makers # makes nothing
     def __iter__(self): return iter(self.makers)
     def __len__(self): return len(self.makers)
-    def __or__(self, other): return Tensors(self.makers | Tensors.of(other).makers)
+    def __or__(self, other):
+        return Tensors(self.makers | Tensors.of(other).makers)
     def __ror__(self, other): return Tensors.of(other) | self
 
     def renamed(self, name_of:Callable[[str],str])->'Tensors': # a name now -> its new one
@@ -157,8 +161,10 @@ def written_at_once(path:str|Path, owned:Collection[str]=(), # directory to fill
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     place = path if path.is_dir() else path.parent # what a kill leaves goes with its directory
-    try: beside = tempfile.TemporaryDirectory(prefix=f'.{path.name}-', dir=place)
-    except OSError as e: raise OSError(e.errno, e.strerror, str(path)) from e # not the name of ours
+    try:
+        beside = tempfile.TemporaryDirectory(prefix=f'.{path.name}-', dir=place)
+    except OSError as e:
+        raise OSError(e.errno, e.strerror, str(path)) from e # not the name of ours
     with beside as tmp, system_errors(path):
         inside = Path(tmp)/'new'
         inside.mkdir()

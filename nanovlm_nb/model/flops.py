@@ -195,7 +195,8 @@ GPUS = {'B200':_Gpu(2250, 180), 'H200 NVL':_Gpu(835, 141), 'H200':_Gpu(989, 141)
 # words in names of another chip, or of a part of one
 LESSER = {'LAPTOP','MOBILE','MIG','D','SUPER','MAX'}
 
-def _words(name): return set(re.findall(r'[A-Z]+\d+\w*|\w+', name.upper()))
+def _words(name):
+    return set(re.findall(r'[A-Z]+\d+\w*|\w+', name.upper()))
 
 # %% ../../nbs/40_model.flops.ipynb #5f622223
 def find_gpu(name:str)->_Gpu|None: # as `torch.cuda.get_device_name()` gives it, or a key of `GPUS`

@@ -29,7 +29,8 @@ from .backbones import FAMILIES,Family,LLAMA,QWEN2,SIGLIP,their_names
 def smolvlm_names(name:str, cfg:VLMConfig)->list[str]: # ours, of a whole model
     "Returns where a tensor of a whole model is in SmolVLM; several are stacked, none is nowhere."
     part,rest = name.split('.', 1)
-    if part=='MP': return ['model.connector.modality_projection.'+rest]
+    if part=='MP':
+        return ['model.connector.modality_projection.'+rest]
     if part=='vision_encoder':
         return their_names(rest, replace(SIGLIP, prefix='model.vision_model.'))
     return their_names(rest,
@@ -72,10 +73,12 @@ def _smolvlm_config(cfg, kind):
 # %% ../../nbs/35_model.formats.ipynb #26a00001
 def export_line(cfg:VLMConfig)->str: # of a model to be trained
     "Returns what a model can be written as, and what it cannot, see `80_uses.export`."
-    if cfg.native: return 'as nanovlm, or as the Qwen2.5-VL that it is'
+    if cfg.native:
+        return 'as nanovlm, or as the Qwen2.5-VL that it is'
     odd = [f'{name} {getattr(cfg, name)}' for name,v in SMOLVLM_CAN.items()
         if getattr(cfg, name)!=v]
-    if odd: return f"as nanovlm; transformers and llama.cpp have no {', '.join(odd)}"
+    if odd:
+        return f"as nanovlm; transformers and llama.cpp have no {', '.join(odd)}"
     if cfg.image_convention=='smolvlm':
         return 'as nanovlm, smolvlm with its processor, onnx, web or gguf'
     return ('as nanovlm, onnx or web; for transformers without a processor, for llama.cpp not at all: '
@@ -101,7 +104,8 @@ def _extra_tokens(folder, image_id):
     added = {token['id']:token['content'] for token in listed} or {image_id:'<image>'}
     first = image_id
     end = image_id
-    while added.get(first-1, SPECIAL_TOKENS[0]) not in SPECIAL_TOKENS: first -= 1
+    while added.get(first-1, SPECIAL_TOKENS[0]) not in SPECIAL_TOKENS:
+        first -= 1
     while end in added: end += 1
     names = {}
     for convention in ('nanovlm','smolvlm','qwen'):
@@ -117,7 +121,8 @@ def _picture_rules(folder):
 def _picture_fields(folder, tile):
     "Size of pictures and range of pixels, from the image processor's file."
     rules = _picture_rules(folder)
-    if not rules: return dict(max_img_size=tile, resize_to_max_side_len=True)
+    if not rules:
+        return dict(max_img_size=tile, resize_to_max_side_len=True)
     side = rules['size']['longest_edge']
     cut = rules['max_image_size']['longest_edge']
     require(cut==tile and side%tile==0,
@@ -130,7 +135,8 @@ def _picture_fields(folder, tile):
 def _chat_template(folder):
     "The chat template of a checkpoint, None without one."
     jinja = folder/'chat_template.jinja'
-    if jinja.is_file(): return jinja.read_text(encoding='utf-8')
+    if jinja.is_file():
+        return jinja.read_text(encoding='utf-8')
     return _json(folder, 'chat_template.json', 'tokenizer_config.json').get('chat_template')
 
 def _chat_fields(folder):
@@ -214,7 +220,8 @@ def _read_qwen_config(folder:Path)->VLMConfig: # of a Qwen2.5-VL
         max_pixels=rules.get('max_pixels') or size.get('longest_edge'))
     known = {name:n for name,n in limits.items() if n}
     first,tokens = _extra_tokens(folder, theirs.image_token_id)
-    while [*tokens][-1].startswith('token_'): tokens.popitem() # the last one is about pictures
+    while [*tokens][-1].startswith('token_'):
+        tokens.popitem() # the last one is about pictures
     tile = vision.patch_size*vision.spatial_merge_size
     return VLMConfig(**_our_fields(QWEN2_5_VL, vision) | _decoder_fields(QWEN2, text,
         folder)
@@ -230,7 +237,8 @@ def _read_qwen_config(folder:Path)->VLMConfig: # of a Qwen2.5-VL
 # %% ../../nbs/35_model.formats.ipynb #c0eff293
 def _whole_config(folder, kind):
     "Our configuration of a model of transformers, of a type in `WHOLE`; what we wrote has it in a file."
-    if (folder/OWN_CONFIG).is_file(): return VLMConfig.load(folder/OWN_CONFIG)
+    if (folder/OWN_CONFIG).is_file():
+        return VLMConfig.load(folder/OWN_CONFIG)
     if kind=='qwen2_5_vl': return _read_qwen_config(folder)
     return _read_smolvlm_config(folder)
 
@@ -240,7 +248,8 @@ def _from_whole(folder, cfg):
     # what is saved without transformers' own renaming
     left_out = r'^model\.(?=visual\.)|(?<=^model\.)language_model\.'
     theirs = _read_tensors(folder).renamed(partial(re.sub, left_out, ''))
-    if cfg.lm_tie_weights: theirs.alias('lm_head.weight', names_of(EMBED)[0])
+    if cfg.lm_tie_weights:
+        theirs.alias('lm_head.weight', names_of(EMBED)[0])
     with torch.device('meta'):
         parts = zip(('vision_encoder','MP','decoder'), build_parts(cfg))
     wanted = nn.ModuleDict(dict(parts)).state_dict()
@@ -263,7 +272,8 @@ def to_qwen(state:dict[str,Tensor], cfg:VLMConfig)->tuple[dict,dict]: # of a who
     vision |= dict(model_type='qwen2_5_vl', out_hidden_size=cfg.lm_hidden_dim)
     named = {}
     for number,name in enumerate(cfg.vlm_extra_tokens, cfg.lm_base_vocab_size):
-        if name in image_tokens('qwen'): named[f'{name}_id'] = number
+        if name in image_tokens('qwen'):
+            named[f'{name}_id'] = number
     config = dict(model_type='qwen2_5_vl', architectures=[WHOLE['qwen2_5_vl']],
         text_config=text,
         vision_config=vision, tie_word_embeddings=cfg.lm_tie_weights)

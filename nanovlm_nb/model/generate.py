@@ -61,7 +61,8 @@ def stream_ids(step:Callable[[Tensor], Tensor], # (B,) chosen tokens -> (B, V) s
     for i in range(max_new_tokens):
         ids = torch.where(done, fill, pick(logits))
         done = done | torch.isin(ids, stops)
-        if ended is not None: done = done | ended(ids).to(done.device)
+        if ended is not None:
+            done = done | ended(ids).to(done.device)
         yield ids
         if (ends or ended is not None) and done.all(): return
         if i+1 < max_new_tokens: logits = step(ids)

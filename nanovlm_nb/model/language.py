@@ -91,7 +91,8 @@ class KVCache:
     )->Tensor: # (B, T) positions of what is read now
         "Make room for the next columns; once for all blocks."
         B,T = x.shape[:2]
-        if self.length==0: return self._start(B, T, x.device, layout)
+        if self.length==0:
+            return self._start(B, T, x.device, layout)
         self.key_mask[:,self.length:self.length+T] = True
         self.length += T
         return self.key_mask.sum(1, keepdim=True) + self.shift + torch.arange(-T, 0,
@@ -264,7 +265,8 @@ class LanguageModelBlock(nn.Module):
     )->Tensor|tuple[Tensor,Tensor|None]: # (B, T, D) hidden states; with experts also their balance loss
         "Pre-norm block: x + attention(norm(x)), then x + mlp(norm(x))."
         x = x+self.attn(self.norm1(x), cos, sin, layout, cache)
-        if isinstance(self.mlp, LanguageModelMLP): return x+self.mlp(self.norm2(x))
+        if isinstance(self.mlp, LanguageModelMLP):
+            return x+self.mlp(self.norm2(x))
         out,balance = self.mlp(self.norm2(x), layout)
         return x+out, balance
 
@@ -282,7 +284,8 @@ class LanguageModel(nn.Module):
         self.norm = RMSNorm(cfg)
         self.head = nn.Linear(cfg.lm_hidden_dim, cfg.lm_vocab_size, bias=False)
         self.apply(partial(init_weights, std=cfg.init_std))
-        if cfg.lm_tie_weights: self.head.weight = self.token_embedding.weight
+        if cfg.lm_tie_weights:
+            self.head.weight = self.token_embedding.weight
 
     # not compiled: this part differs from batch to batch, only the blocks are compiled
     @torch.compiler.disable(recursive=False)
@@ -301,8 +304,10 @@ class LanguageModel(nn.Module):
             # compiled blocks are for training: what is written token by token is another shape each time
             if 'forward' in vars(self.blocks[0]):
                 eager = torch.compiler.set_stance('force_eager')
-        elif layout is not None: places = layout.positions
-        else: places = torch.arange(x.shape[1], device=x.device)[None]
+        elif layout is not None:
+            places = layout.positions
+        else:
+            places = torch.arange(x.shape[1], device=x.device)[None]
         cos,sin = self.rotary_embd(places if position_ids is None else position_ids)
         recompute = self.recompute and torch.is_grad_enabled() and cache is None
         balances = []

@@ -76,7 +76,8 @@ def _projector_kind(state, kind, path):
     bias = VISION_PROJ['linear_bias']['MP.proj.bias']
     if kind=='linear' and found=='linear_bias' and not state[bias].any():
         state.pop(bias)
-    else: require(found in (None,kind), f"{path} has a projector of kind {found}, "
+    else:
+        require(found in (None,kind), f"{path} has a projector of kind {found}, "
                   f"the model one of kind {kind}: set mp_kind to {found}")
     return found
 
@@ -113,7 +114,8 @@ def load_pth(model:Any, path:str|Path, # receives the weights; of MiniMind, of M
     for k in (EMBED,HEAD):
         if k in state and len(state[k])==cfg.lm_base_vocab_size<cfg.lm_vocab_size:
             state[k] = _extended(state[k], cfg.lm_vocab_size)
-    if cfg.lm_tie_weights and EMBED in state: state[HEAD] = state[EMBED]
+    if cfg.lm_tie_weights and EMBED in state:
+        state[HEAD] = state[EMBED]
     present = {k.split('.')[0] for k in state}
     absent = [part for part in ('vision_encoder','MP') if part not in present]
     if absent==['MP']: absent = []
@@ -133,7 +135,8 @@ def _to_minimind(state:dict[str,Tensor], cfg:VLMConfig, # of a whole model, whos
     kind = 'mlp' if cfg.mp_kind=='mlp' else 'linear_bias'
     known = {**state}
     for name in (EMBED,HEAD):
-        if name in known: known[name] = known[name][:cfg.lm_base_vocab_size]
+        if name in known:
+            known[name] = known[name][:cfg.lm_base_vocab_size]
     return _their_tensors(known, partial(_minimind_names, kind=kind))
 
 # %% ../../nbs/36_model.minimind.ipynb #65e137df

@@ -152,5 +152,6 @@ def build_parts(cfg:VLMConfig, held:Collection[str]=(), # parts whose weights wi
     tower,projector = TOWERS[cfg.image_convention]
     made = []
     for name,kind in dict(vision_encoder=tower, MP=projector, decoder=LanguageModel).items():
-        with undrawn() if name in held else nullcontext(): made.append(kind(cfg))
+        with undrawn() if name in held else nullcontext():
+            made.append(kind(cfg))
     return made

@@ -53,7 +53,8 @@ def checkpoint_config(name:str|Path, kind:type[VLMConfig]=VLMConfig)->VLMConfig:
     folder = resolve_checkpoint(name, weights=False)
     config = _json(folder, 'config.json')
     theirs = config.get('model_type')
-    if theirs in WHOLE: return kind.from_dict(_whole_config(folder, theirs).to_dict())
+    if theirs in WHOLE:
+        return kind.from_dict(_whole_config(folder, theirs).to_dict())
     require(not theirs,
         f"{name} is a model of type {theirs!r}, and of transformers' whole models only "
             f"{' and '.join(WHOLE)} are read: give one of these, or name it as a backbone (lm_model_type, "
@@ -77,7 +78,8 @@ def checkpoint_weights(name:str|Path, kind:type[VLMConfig]=VLMConfig, # class of
         own = {f.name for f in fields(kind)}-{f.name for f in fields(VLMConfig)}
         known = own & _json(base, 'config.json').keys() # or the base is a plain model
         state = checkpoint_weights(base, kind if known else VLMConfig)[1]
-        for new in note.get('without', ()): state.makers.pop(new, None)
+        for new in note.get('without', ()):
+            state.makers.pop(new, None)
         state |= read_file(folder/LORA_WEIGHTS)
         adapted = {k.removesuffix(LORA_A) for k in state if k.endswith(LORA_A)}
         plain = _merge_state(state, note['alpha']) if merge else beside_adapters(state,
@@ -87,8 +89,10 @@ def checkpoint_weights(name:str|Path, kind:type[VLMConfig]=VLMConfig, # class of
     if _json(folder, 'config.json').get('model_type') in WHOLE:
         return cfg,_from_whole(folder, cfg)
     state = _read_tensors(folder)
-    if cfg.lm_tie_weights and HEAD in state: state.alias(EMBED, HEAD)
-    if cfg.lm_tie_weights and EMBED in state: state.alias(HEAD, EMBED)
+    if cfg.lm_tie_weights and HEAD in state:
+        state.alias(EMBED, HEAD)
+    if cfg.lm_tie_weights and EMBED in state:
+        state.alias(HEAD, EMBED)
     return cfg,state
 
 # %% ../../nbs/37_model.pretrained.ipynb #df372578
@@ -144,7 +148,8 @@ def _merge_state(
         if not is_adapter(name): makers[name] = make
     for name in state:
         layer = name.removesuffix(LORA_A)
-        if layer!=name: makers[layer+'.weight'] = partial(merged, layer)
+        if layer!=name:
+            makers[layer+'.weight'] = partial(merged, layer)
     return Tensors(makers)
 
 # %% ../../nbs/37_model.pretrained.ipynb #3301fcba
@@ -207,9 +212,11 @@ class Pretrained(nn.Module):
         "The tokenizer, loaded when first asked for."
         if self._tokenizer is None:
             how = self.cfg.vlm_extra_tokens, self.cfg.lm_chat_template
-            try: self._tokenizer = get_tokenizer(self.tokenizer_source, *how)
+            try:
+                self._tokenizer = get_tokenizer(self.tokenizer_source, *how)
             except OSError as e:
-                if self.folder is None or Path(self.tokenizer_source).is_dir(): raise
+                if self.folder is None or Path(self.tokenizer_source).is_dir():
+                    raise
                 raise UsageError(f'{self.folder} has no tokenizer.json, and that of its training is not here '
                     f'({e}): copy tokenizer.json and tokenizer_config.json into {self.folder}') from e
         return self._tokenizer
@@ -228,7 +235,8 @@ class Pretrained(nn.Module):
         folder = resolve_checkpoint(path)
         check_files(folder)
         saved, state = checkpoint_weights(folder, cls.config_class)
-        with undrawn(): model = cls(cfg or saved, load_backbone=False)
+        with undrawn():
+            model = cls(cfg or saved, load_backbone=False)
         check_names(model, state, str(path))
         model.unread = state
         model.folder = folder
@@ -239,7 +247,8 @@ class Pretrained(nn.Module):
         "Fills the weights that are still in their files."
         state = self.unread
         self.unread = None
-        if state: fill(self, state, str(self.folder or self.cfg.backbones))
+        if state:
+            fill(self, state, str(self.folder or self.cfg.backbones))
         return self
 
     @classmethod

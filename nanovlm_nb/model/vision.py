@@ -148,7 +148,8 @@ def init_weights(module:nn.Module, # a part of the model; others are left alone
     "Fresh weights for one module; `ViT` and `LanguageModel` apply it to all of their own."
     if isinstance(module, (nn.Linear, nn.Conv2d, nn.Conv3d, nn.Embedding)):
         nn.init.normal_(module.weight, std=std)
-        if getattr(module, 'bias', None) is not None: nn.init.zeros_(module.bias)
+        if getattr(module, 'bias', None) is not None:
+            nn.init.zeros_(module.bias)
     if isinstance(module, ViTPatchEmbeddings):
         nn.init.normal_(module.position_embedding,
             std=module.position_embedding.shape[-1]**-.5)
@@ -163,7 +164,8 @@ class ViT(nn.Module):
         self.patch_embedding = ViTPatchEmbeddings(cfg)
         self.dropout = nn.Dropout(cfg.vit_dropout)
         self.blocks = nn.ModuleList(ViTBlock(cfg) for _ in range(cfg.vit_n_blocks))
-        def norm(): return nn.LayerNorm(cfg.vit_hidden_dim, eps=cfg.vit_ln_eps)
+        def norm():
+            return nn.LayerNorm(cfg.vit_hidden_dim, eps=cfg.vit_ln_eps)
         self.pre_norm = norm() if cfg.vit_pre_norm else nn.Identity()
         self.layer_norm = norm() if cfg.vit_post_norm else nn.Identity()
         self.apply(partial(init_weights, std=cfg.init_std))
@@ -175,7 +177,8 @@ class ViT(nn.Module):
         recompute = self.recompute and torch.is_grad_enabled()
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False) if recompute else block(x)
-        if self.cfg.vit_cls_flag: x = x[:,1:] if self.cfg.vit_keep_patches else x[:,0]
+        if self.cfg.vit_cls_flag:
+            x = x[:,1:] if self.cfg.vit_keep_patches else x[:,0]
         return self.layer_norm(x)
 
 # %% ../../nbs/29_model.vision.ipynb #de7670a5

@@ -86,7 +86,8 @@ class VLMNet(nn.Module):
         if is_sharded(self):
             side = self.cfg.vit_img_size
             return 0*self.MP(self.see(x.new_zeros(1, 3, side, side))).sum()
-        if not (self.training and torch.is_grad_enabled()): return None
+        if not (self.training and torch.is_grad_enabled()):
+            return None
         touched = []
         for part in (self.vision_encoder, self.MP):
             touched += [p.flatten()[:1].sum() for p in part.parameters()
@@ -112,7 +113,8 @@ class VLMNet(nn.Module):
         layout = Layout.of(input_ids, cfg.image_token_id, targets, attention_mask,
             doc_lens,
                            grids, cfg.tiles_per_window)
-        if layout.targets is not None: check_targets(layout.targets, self.n_outputs)
+        if layout.targets is not None:
+            check_targets(layout.targets, self.n_outputs)
         return layout.to(input_ids.device)
 
     def embed(self, input_ids:Tensor, images=None, # (B, T) token ids; see `stack_tiles`
@@ -134,8 +136,10 @@ class VLMNet(nn.Module):
         if self.cfg.native and not layout.tiles:
             raise ValueError('the layout has no grids: make it with those of the pictures, '
                              'as layout_of(input_ids, images=...) does')
-        if self.features is None: seen = self.see(tiles, layout.tiles)
-        else: seen = self.features(tiles).to(x)
+        if self.features is None:
+            seen = self.see(tiles, layout.tiles)
+        else:
+            seen = self.features(tiles).to(x)
         return fill_slots(x, slots, self.MP(seen))
 
     def hidden(self, input_ids:Tensor, images=None, # (B, T) token ids; see `stack_tiles`
@@ -166,7 +170,8 @@ class VLMNet(nn.Module):
             rows, head, layout.targets, self.cfg.loss_chunk_size, reduction)
         if balance is None: return logits, loss
         unbalanced = self.cfg.moe_aux_weight*(balance*_targets_by_row(layout)).sum()
-        if reduction == 'mean': unbalanced = unbalanced/max(len(rows), 1)
+        if reduction == 'mean':
+            unbalanced = unbalanced/max(len(rows), 1)
         return logits, loss + unbalanced
 
 # %% ../../nbs/39_model.vlm.ipynb #5d17ed11
@@ -179,7 +184,8 @@ class VisionLanguageModel(Pretrained, VLMNet):
     ):
         if load_backbone:
             cfg = evolve(cfg, vlm_load_backbone_weights=True)
-            for follow in backbone_fields(cfg).values(): cfg = evolve(cfg, **follow)
+            for follow in backbone_fields(cfg).values():
+                cfg = evolve(cfg, **follow)
             held = [dict(vit='vision_encoder', lm='decoder')[part]
                 for part in cfg.backbones]
         super().__init__(cfg, held)
@@ -206,7 +212,8 @@ class VisionLanguageModel(Pretrained, VLMNet):
         **sampling, # see `sample`
     )->Iterator[Tensor]: # (B,) ids, see `stream_ids`
         "Answers prompts token by token; call `eval()` before if the model has dropout."
-        if eos_token_id is None: eos_token_id = self.tokenizer.eos_token_id
+        if eos_token_id is None:
+            eos_token_id = self.tokenizer.eos_token_id
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         reader = reader or Reader(self.decoder, mask, max_new_tokens)
         layout = self.layout_of(input_ids, attention_mask, images=images)

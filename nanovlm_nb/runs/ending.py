@@ -50,7 +50,8 @@ def relaunch(command:str, words:Iterable, settings:dict, dist:Dist)->str: # its 
 def go_on(run_dir:Path, settings:dict, dist:Dist=Dist(), changes:dict={})->str: # fields of both; ranks
     "The line for the shell that resumes a run, with other values of some fields."
     words = ['--config', run_dir/CONFIG, '--run_name', run_dir.name, '--resume', True]
-    for name,value in changes.items(): words += [f'--{name}', value]
+    for name,value in changes.items():
+        words += [f'--{name}', value]
     return relaunch('train', words, settings, dist)
 
 # %% ../../nbs/65_runs.ending.ipynb #54000008
@@ -67,7 +68,8 @@ class OpenRun:
     status:str='failed' # unless `run` sets another word
 
     def __enter__(self): return self
-    def __exit__(self, kind, error, traceback): _end(self, error)
+    def __exit__(self, kind, error, traceback):
+        _end(self, error)
 
 # %% ../../nbs/65_runs.ending.ipynb #6ee0afc0
 def _command_of(run:OpenRun, **changes)->str: # in progress; fields to change; a line for the shell
@@ -124,7 +126,8 @@ def set_status(run_dir:Path, status:str, dist:Dist)->None: # of the run; 'runnin
     if not dist.is_master: return
     try: write_atomic(run_dir/STATUS, status+'\n')
     except OSError:
-        with open_own(run_dir/STATUS, 'w') as file: file.write(status+'\n')
+        with open_own(run_dir/STATUS, 'w') as file:
+            file.write(status+'\n')
 
 # %% ../../nbs/65_runs.ending.ipynb #65bce8fd
 def exit_code(run_dir:Path)->int: # of a run that has ended; 0, or `INTERRUPTED`
@@ -137,7 +140,8 @@ def _end(run:OpenRun, error:BaseException|None)->None: # what leaves its block
     why = _reason_of(run, error)
     last = RunFailed(why) if why else error
     killed = why or isinstance(error, KeyboardInterrupt) # it says so itself, or is in a hurry
-    if run.trainer and run.status!='done' and not killed: run.log.info(left_line(run))
+    if run.trainer and run.status!='done' and not killed:
+        run.log.info(left_line(run))
     if run.log.opened or not isinstance(last, UsageError): # a start that is refused changes nothing
         with suppress(OSError) if run.status=='failed' else nullcontext():
             set_status(run.run_dir, run.status, run.dist)

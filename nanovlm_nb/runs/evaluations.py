@@ -45,7 +45,8 @@ def _start_process(command:list[str], # program and arguments
 def _is_running(log:Path)->bool: # started by this process or by another
     "Returns whether the program lives that writes a log."
     if not log.is_file(): return False
-    with open_own(log, 'ab') as f: return lock_file(f, shared=True) is False
+    with open_own(log, 'ab') as f:
+        return lock_file(f, shared=True) is False
 
 # %% ../../nbs/60_runs.evaluations.ipynb #25911852
 def _writers(log:Path)->list[int]: # process groups, without this process's own
@@ -70,7 +71,8 @@ def _evaluator_cards(cards_given:str|None, # `eval_gpus`
     if cards_given is None and not cards: return {},''
     card = (cards[ranks:] or [''])[-1]
     if cards_given is not None: card = cards_given
-    if not card: return {VISIBLE:card},', on the CPU, slowly: see eval_gpus'
+    if not card:
+        return {VISIBLE:card},', on the CPU, slowly: see eval_gpus'
     return {VISIBLE:card},f', on card {card}'
 
 # %% ../../nbs/60_runs.evaluations.ipynb #20eb3500
@@ -124,13 +126,15 @@ def missing_tasks(evals:Evaluations, step:int)->list[str]: # empty: all is done
     "Returns the tasks of which a result file says nothing."
     try:
         done = json.loads(evals.file(step, 'json').read_text(encoding='utf-8'))['tasks']
-    except (ValueError, KeyError, TypeError, OSError): done = []
+    except (ValueError, KeyError, TypeError, OSError):
+        done = []
     return [t for t in task_names(evals.tasks) if t not in done]
 
 # %% ../../nbs/60_runs.evaluations.ipynb #a3caa53f
 def ask_for_eval(evals:Evaluations, step:int)->None: # of a complete checkpoint; a second call does nothing
     "Has a checkpoint evaluated, and kept until then."
-    if evals.backend=='in_process' or not missing_tasks(evals, step): return
+    if evals.backend=='in_process' or not missing_tasks(evals, step):
+        return
     todo = evals.file(step, 'todo')
     todo.parent.mkdir(exist_ok=True)
     todo.touch()
@@ -152,9 +156,11 @@ def _job(evals, step)->str:
 def _in_queue(job)->bool:
     "Returns whether Slurm may still run a job."
     if not shutil.which('squeue'): return True
-    try: asked = subprocess.run(['squeue','-h','-j',job], capture_output=True,
-        text=True, timeout=60)
-    except subprocess.TimeoutExpired: return True
+    try:
+        asked = subprocess.run(['squeue','-h','-j',job], capture_output=True,
+            text=True, timeout=60)
+    except subprocess.TimeoutExpired:
+        return True
     return bool(asked.stdout.strip()) or asked.returncode!=0 and 'Invalid job id' not in asked.stderr
 
 # %% ../../nbs/60_runs.evaluations.ipynb #0047e784
@@ -179,7 +185,8 @@ def _begin(evals, step)->str:
         variables,where = _evaluator_cards(evals.cfg.eval_gpus, ranks)
     command = evals.command(evals.run_dir, evals.cfg, evals.tasks, step)
     child = _start_process(command, evals.file(step, 'log'), **variables)
-    if child is None: return f'evaluation of step {step} is under way already'
+    if child is None:
+        return f'evaluation of step {step} is under way already'
     evals.children[step] = child
     line = f'evaluation of step {step} begins{where}: {evals.tasks}'
     if todo.stat().st_size>1: line += ', again'
@@ -198,14 +205,16 @@ def _settle(evals, step)->list[str]:
     if not missing:
         todo.unlink(missing_ok=True)
         return [f'evaluation of step {step} is done']
-    if evals.backend=='in_process' or not todo.stat().st_size: return [] # it waits
+    if evals.backend=='in_process' or not todo.stat().st_size:
+        return [] # it waits
     end = 'killed' # or a child of an earlier start, of which nothing is known
     if job: end = f'job {job} has left the queue'
     elif child and child.returncode>=0:
         last_line = (_said(evals, step) or 'it wrote nothing').splitlines()[-1]
         end = f'exit code {child.returncode}, {last_line}'
     if end!='killed':
-        with open_own(todo, 'a') as f: f.write('x') # a start is a dot
+        with open_own(todo, 'a') as f:
+            f.write('x') # a start is a dot
     history = todo.read_text()
     line = f'evaluation of step {step} ended without {missing}: {end} (see {evals.file(step, "log")})'
     if history.count('.')<_MOST_STARTS and history.count('x')<_MOST_FAILURES:
@@ -259,7 +268,8 @@ def _stop(evals, step):
     log = evals.file(step, 'log')
     job = _job(evals, step)
     for group in _writers(log) if _is_running(log) else []:
-        with suppress(ProcessLookupError): os.killpg(group, signal.SIGKILL) # it may have ended just now
+        with suppress(ProcessLookupError):
+            os.killpg(group, signal.SIGKILL) # it may have ended just now
     if job and evals.file(step, 'todo').exists() and shutil.which('scancel'):
         with suppress(subprocess.TimeoutExpired):
             subprocess.run(['scancel',job], timeout=60)
@@ -331,12 +341,16 @@ def wait_for_evals(evals:Evaluations|None, log:RunLog, dist:Dist, step:int, # No
 )->None: # every rank must call
     "Collects what is still evaluated."
     end = time.monotonic()+seconds
-    def left(): return ', '.join(map(str, evals.open)) if evals else ''
+    def left():
+        return ', '.join(map(str, evals.open)) if evals else ''
     if left():
         log.info(f'the run waits for evaluations of steps {left()}, at most {seconds:g} s')
     for i in count():
-        while collect_evals(evals, log, step, thorough=i%_ASK_SLURM_EVERY==0): pass
-        if not dist.any(bool(left()) and time.monotonic()<=end and not stopped()): break
+        while collect_evals(evals, log, step, thorough=i%_ASK_SLURM_EVERY==0):
+            pass
+        if not dist.any(bool(left()) and time.monotonic()<=end and not stopped()):
+            break
         time.sleep(_PAUSE_S)
-    if evals and left(): log.info(f'evaluations of steps {left()} are not waited for: '
-        f'their results will be in {evals.run_dir/RESULTS}, a start with resume collects them')
+    if evals and left():
+        log.info(f'evaluations of steps {left()} are not waited for: '
+            f'their results will be in {evals.run_dir/RESULTS}, a start with resume collects them')

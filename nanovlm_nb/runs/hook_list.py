@@ -100,6 +100,7 @@ def hooks_of(cfg:TrainConfig, own:Iterable[Hook]=(), judge:Callable|None=None, #
     hooks = [Guard(cfg.max_grad_spike), BadUpdates(cfg.max_bad_updates), LeftOut(),
         Meters(every),
         Log(), checkpoint, Validate(judged, judge), evaluate]
-    def is_replaced(hook): return any(isinstance(mine, type(hook)) for mine in own)
+    def is_replaced(hook):
+        return any(isinstance(mine, type(hook)) for mine in own)
     hooks = own+[hook for hook in hooks if not is_replaced(hook)]
     return sorted(hooks, key=lambda hook: hook.order)

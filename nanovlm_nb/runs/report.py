@@ -42,8 +42,10 @@ def _changes_since(run_dir:Path, v:VLMConfig, c:TrainConfig)->tuple[str,list[str
     if not others: return '',['the first run of its folder']
     latest = max(others, key=lambda path: path.stat().st_mtime)
     name = latest.parent.name
-    try: before = load_yaml(latest, given=None)
-    except ValueError as e: return name,[f'cannot be compared: {e}']
+    try:
+        before = load_yaml(latest, given=None)
+    except ValueError as e:
+        return name,[f'cannot be compared: {e}']
     lines = []
     for old,new in zip(before, (v, c)):
         for field in fields(old):
@@ -75,7 +77,8 @@ def _data_lines(v:VLMConfig, c:TrainConfig)->list[str]: # of a run
         f'{c.length}, seed {c.seed}']
 
 # %% ../../nbs/64_runs.report.ipynb #dcc6f192
-def _bullets(lines): return '\n'.join(f'- {l}' for l in lines)
+def _bullets(lines):
+    return '\n'.join(f'- {l}' for l in lines)
 
 def write_record(run_dir:Path, v:VLMConfig, c:TrainConfig,
     results:list[str]=['still running'])->Path:
@@ -122,7 +125,8 @@ def _best_asker(trainer:Trainer, make:Callable|None=None)->Asker: # after `train
     best = find_checkpoint(trainer.log.run_dir)
     samples = getattr(trainer.held_out, 'samples', None)
     processor = getattr(samples, 'image_processor', None)
-    if make is None: return Asker.from_checkpoint(best, processor=processor)
+    if make is None:
+        return Asker.from_checkpoint(best, processor=processor)
     cfg,state = checkpoint_weights(Path(best), trainer.base.config_class)
     model = make(cfg, trainer.cfg, True)
     load_weights(model, state, best)
@@ -138,7 +142,8 @@ def _ask_held_out(asker:Asker, rows:list[dict], log:RunLog, step:int)->dict[str,
         for kind,(right,n) in scores['answers'].items()}
     log.log(accuracies, step)
     write_atomic(log.run_dir/ANSWER_TABLE, json.dumps(scores, indent=1)+'\n')
-    if any(r.images for r in seen): plot_answers(seen, log.run_dir/'samples.png')
+    if any(r.images for r in seen):
+        plot_answers(seen, log.run_dir/'samples.png')
     return scores
 
 # %% ../../nbs/64_runs.report.ipynb #55000021
@@ -157,7 +162,8 @@ def _remedies(trainer:Trainer, scores:dict[str,dict])->str: # after `train()`
             'HuggingFaceTB/SmolVLM-256M-Instruct with lora_rank 8, or vit_model_type facebook/dinov2-small)')
     elif cfg.load_from and not cfg.lora_rank:
         helps.append('lora_rank 8, which trains fewer numbers')
-    if kinds>1: helps.append(f'fewer kinds of questions ({kinds} were asked)')
+    if kinds>1:
+        helps.append(f'fewer kinds of questions ({kinds} were asked)')
     return f"what may help: {'; '.join(helps)}"
 
 def _overfitting(records:list[dict])->str: # of the log; empty: validation has not gone up
@@ -212,7 +218,8 @@ def _results_of(trainer:Trainer, scores:dict[str,dict])->list[str]: # after `tra
     since = f' since update {step_of(t.checkpoint)}, of the last start' if t.checkpoint else ''
     lines = [f'{t.step} updates, {t.samples} samples, {t.targets} target tokens', best,
         f'time{since}: {_time_split(find(t, Meters).seconds)}']
-    if t.skipped: lines.append(f'{t.skipped} updates skipped, see bad_updates.jsonl')
+    if t.skipped:
+        lines.append(f'{t.skipped} updates skipped, see bad_updates.jsonl')
     for hook in t.hooks: lines += getattr(hook, 'findings', ())
     for column,by_kind in scores.items():
         lines.append('{}: {} of {} questions right'.format(column, *by_kind['all']))

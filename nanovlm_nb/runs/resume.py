@@ -40,7 +40,8 @@ def go_back(run_dir:Path, checkpoint:Path|None)->Path|None: # one of its checkpo
         folder.mkdir(exist_ok=True)
         records = [p for p in run_dir.iterdir() if p.is_file() and p.suffix in _RECORDS]
         for p in records:
-            if not (folder/p.name).exists(): write_atomic(folder/p.name, p.read_bytes())
+            if not (folder/p.name).exists():
+                write_atomic(folder/p.name, p.read_bytes())
     best = read_pointer(run_dir, BEST)
     if best in newer: write_pointer(folder, BEST, best)
     write_pointer(run_dir, BEST, checkpoint and _best_before(run_dir, checkpoint))
@@ -104,7 +105,8 @@ def _place_of(state:dict, train:dict)->tuple[float,float]: # `step` and `max_ste
     samples = state.get('samples', 0)
     epochs = train.get('max_epochs') or 0
     planned = state.get('planned') # of a stream it is not known at first
-    if planned: planned = round(planned*epochs/state['configs']['train']['max_epochs'])
+    if planned:
+        planned = round(planned*epochs/state['configs']['train']['max_epochs'])
     length = Length(train['max_training_steps'], train.get('max_training_samples'))
     return length.place(step, samples, samples/max(step, 1), planned)
 
@@ -159,7 +161,8 @@ def check_own_parts(place:Path, own:list[str])->None:
     if (place/CLASSIFY).is_file():
         how = f'nanovlm classify --config {place}/{CLASSIFY} --resume_from latest'
     brought = {*own}
-    if 'loaders' in own: brought.add('processor') # which loaders of your own may bring
+    if 'loaders' in own:
+        brought.add('processor') # which loaders of your own may bring
     require({*was}<=brought,
         f'{place} was made with {" and ".join(was)} of its own, and this start gives '
         f'{" and ".join(own) or "none"}: {how}')
@@ -208,5 +211,6 @@ def plan_resume(run_dir:Path, start:Start, v:VLMConfig, c:TrainConfig, world_siz
     log = read_log(run_dir/LOG) if (run_dir/LOG).is_file() else []
     changed = [(True, line) for line in _check_resume(start.state, v, c, world_size)]
     again = max((r['step'] for r in log), default=0)-start.state['step']
-    if again>0: found.append((True, f'{again} updates of the log are made again'))
+    if again>0:
+        found.append((True, f'{again} updates of the log are made again'))
     return found+changed+_rate_lines(start.state, c, log)

@@ -54,10 +54,12 @@ def make_model(v:VLMConfig, c:TrainConfig, resuming:bool=False, # the weights of
         return followed(partial(VisionLanguageModel, v, load_backbone=False)).train()
     weights = weights_of_start(v, c)
     backbones = v.vlm_load_backbone_weights
-    if weights: model = VisionLanguageModel.from_pretrained(weights, v, read)
+    if weights:
+        model = VisionLanguageModel.from_pretrained(weights, v, read)
     elif is_pth(c.load_from):
         model = VisionLanguageModel.from_pth(str(c.load_from), v, backbones)
-    else: model = VisionLanguageModel(v, load_backbone=backbones, read=read)
+    else:
+        model = VisionLanguageModel(v, load_backbone=backbones, read=read)
     return model.train()
 
 # %% ../../nbs/67_runs.run.ipynb #45cbe566
@@ -72,9 +74,11 @@ def get_vision_model(vlm_cfg:VLMConfig)->tuple[ViT,Callable]: # picture -> (uint
 def _keep_config(run_dir:Path, v:VLMConfig, c:TrainConfig, own:list[str],
     config:str|None=None)->None:
     "Write the user's own file as it is, the settings of this start, names of own parts, and the page."
-    if config: write_atomic(run_dir/'given.yaml', Path(config).read_bytes()) # it may be replaced now
+    if config:
+        write_atomic(run_dir/'given.yaml', Path(config).read_bytes()) # it may be replaced now
     save_yaml(run_dir/CONFIG, v, c)
-    if own: write_atomic(run_dir/OWN_PARTS, '\n'.join(own)+'\n')
+    if own:
+        write_atomic(run_dir/OWN_PARTS, '\n'.join(own)+'\n')
     write_record(run_dir, v, c)
 
 # %% ../../nbs/67_runs.run.ipynb #f6984ad8
@@ -88,11 +92,13 @@ def _stop_on_signals(stop:threading.Event)->Iterator[None]: # set by the first s
     old = {}
     main = threading.current_thread() is threading.main_thread()
     def ask(number, _):
-        if os.getpid()!=me: return # a loader worker that is being born
+        if os.getpid()!=me:
+            return # a loader worker that is being born
         stop.set()
         if number!=signal.SIGINT: return
         signal.signal(number, old[number])
-        if os.environ.get('RANK', '0')=='0': os.write(2, _CTRL_C) # a print may be under way
+        if os.environ.get('RANK', '0')=='0':
+            os.write(2, _CTRL_C) # a print may be under way
     known = [getattr(signal, name) for name in SIGNALS if main
         and hasattr(signal, name)]
     for number in known:
@@ -100,7 +106,8 @@ def _stop_on_signals(stop:threading.Event)->Iterator[None]: # set by the first s
             old[number] = signal.signal(number, ask) or signal.SIG_DFL
     try: yield
     finally:
-        for number,handler in old.items(): signal.signal(number, handler)
+        for number,handler in old.items():
+            signal.signal(number, handler)
 
 # %% ../../nbs/67_runs.run.ipynb #e7d56b85
 def _given_data(loaders:Callable|None)->dict[str,Any]: # of `run`
@@ -121,7 +128,8 @@ def _keep_data(trainer:Trainer, run_dir:Path, own:list[str])->list[str]: # of a 
     "Keep what the commands need of a script's own data; the names of its parts."
     t = trainer
     samples = getattr(t.held_out, 'samples', None)
-    if type(samples) is not VQADataset: return own # they ask no questions
+    if type(samples) is not VQADataset:
+        return own # they ask no questions
     train = t.loader.source if t.cfg.train_dataset_path==OWN_ROWS else None
     t.log.info(keep_rows(run_dir, train, t.held_out.source))
     standard = samples.image_processor==image_processor_of(t.base.cfg)
@@ -140,7 +148,8 @@ def plan_run(vlm_cfg:VLMConfig, train_cfg:TrainConfig, dist:Dist, # as given; al
     if run_dir: hold(run_dir)
     how = f'go on with: {again(run_dir, given, dist)}' if run_dir else ''
     def look():
-        with user_path(): return start_of(run_dir, vlm_cfg, train_cfg, how)
+        with user_path():
+            return start_of(run_dir, vlm_cfg, train_cfg, how)
     start = on_master(dist, look)
     v,c,lines = on_master(dist,
         lambda: resolve_start(vlm_cfg, train_cfg, dist.world_size, start))
@@ -182,7 +191,8 @@ def build_trainer(v:VLMConfig, c:TrainConfig, log:RunLog, dist:Dist, # every ran
     hooks = hooks_of(c, own('hooks') or (), own('judge'))
     t = make_trainer(model, c, rows, val, hooks, dist, log, tokenizer, own('schedule'),
         own('optimizer'))
-    if dist.rank: set_seed((c.seed+dist.rank)%2**32) # from here on each rank draws its own dropout
+    if dist.rank:
+        set_seed((c.seed+dist.rank)%2**32) # from here on each rank draws its own dropout
     return t
 
 # %% ../../nbs/67_runs.run.ipynb #6c3402cd
@@ -199,7 +209,8 @@ def _use_evals(trainer:Trainer)->None: # every rank must call
         trainer.log.info(f'every {2*cfg.eval_interval} updates the checkpoint is evaluated '
             f'({backend}, prompts of benchmarks: {cfg.lmms_eval_prompts}): {hook.tasks}')
     hook.ask = evaluate_tasks if hook.tasks and backend=='in_process' else None
-    if dist.is_master: hook.evals = Evaluations(trainer.log.run_dir, cfg, hook.tasks)
+    if dist.is_master:
+        hook.evals = Evaluations(trainer.log.run_dir, cfg, hook.tasks)
 
 # %% ../../nbs/67_runs.run.ipynb #56000009
 _SMALL_M = 10. # millions of parameters; a smaller model is there to try something, and needs no advice
@@ -223,7 +234,8 @@ def _first_lines(trainer:Trainer, own:list[str], begins:bool=True)->list[str]: #
         f'{trainer.dtype}', trainable_line(trainer.base, trainer.optimizer)]
     lines += _frozen_tokens(trainer, begins and 'model' not in own)
     if own: lines.append(f"the script's own: {', '.join(own)}")
-    if size>_SMALL_M: lines += lint(trainer.cfg, ranks=dist.world_size)
+    if size>_SMALL_M:
+        lines += lint(trainer.cfg, ranks=dist.world_size)
     return lines
 
 # %% ../../nbs/67_runs.run.ipynb #56000010
@@ -233,16 +245,19 @@ def _begin(run:OpenRun, trainer:Trainer, checkpoint:Path|None)->None: # that was
     dist = run.dist
     log = run.log
     note = trainer.base.lora_note
-    if note and checkpoint: note['base'] = noted_base(checkpoint)['base']
+    if note and checkpoint:
+        note['base'] = noted_base(checkpoint)['base']
     if run.cfg.cache_features:
         cache = _keep_features(trainer.base, run_dir/FEATURE_CACHE, trainer.dtype)
         log.info(f'features of tiles are kept in {cache.folder}')
     dist.barrier() # every rank has read
-    if note: note['base'] = on_master(dist, lambda: keep_base(run_dir, note['base'])) # refuses, or adds
+    if note:
+        note['base'] = on_master(dist, lambda: keep_base(run_dir, note['base'])) # refuses, or adds
     on_master(dist, lambda: go_back(run_dir, checkpoint))
     set_status(run_dir, 'running', dist) # first: it says whose the other files are
     log.open()
-    if checkpoint is None: log.cut(0) # what an earlier start has left is done again
+    if checkpoint is None:
+        log.cut(0) # what an earlier start has left is done again
     log.info(f'figures: {log.where}')
 
 # %% ../../nbs/67_runs.run.ipynb #ca766fc5
@@ -264,12 +279,15 @@ def _start(run:OpenRun, start:Start, lines:list[str], config:str|None=None,
     if c.train_dataset_path==OWN_ROWS and kept:
         parts = parts|dict(loaders=loaders_of(c, run_dir))
     trainer = build_trainer(v, c, log, dist, checkpoint, parts)
-    for line in _first_lines(trainer, own, checkpoint is None)+lines: log.info(line)
+    for line in _first_lines(trainer, own, checkpoint is None)+lines:
+        log.info(line)
     for _,line in resumed: log.info(line)
     _use_evals(trainer)
     def begin(): _begin(run, trainer, checkpoint)
-    if checkpoint: resume(trainer, checkpoint, c.force_resume, True, begin)
-    else: begin()
+    if checkpoint:
+        resume(trainer, checkpoint, c.force_resume, True, begin)
+    else:
+        begin()
     size = size_line(trainer.loader.source, trainer.held_out.source)
     total = trainer.total_steps
     log.info(f'{size}; {total:,} updates' if total else size)

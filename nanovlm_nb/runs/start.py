@@ -30,7 +30,8 @@ def is_pth(load_from:str|None)->bool: # it has weights to begin with, and nothin
 # %% ../../nbs/62_runs.start.ipynb #f5eae82d
 def weights_of_start(v:VLMConfig, c:TrainConfig)->str|None:
     "The checkpoint whose weights a new run takes, of a run its best; None: it begins without one."
-    if c.resume_from_vlm_checkpoint: return find_checkpoint(v.vlm_checkpoint_path)
+    if c.resume_from_vlm_checkpoint:
+        return find_checkpoint(v.vlm_checkpoint_path)
     if not c.load_from or is_pth(c.load_from): return None
     return find_checkpoint(c.load_from)
 
@@ -66,7 +67,8 @@ def _new_start(v, c, run_dir):
         kind = 'backbones'
         path = ' and '.join(v.backbones.values())
     taken = f' with the weights of {path}' if weights else ''
-    if not c.resume: return Start(kind, path, f'A new run{taken} (resume is False).')
+    if not c.resume:
+        return Start(kind, path, f'A new run{taken} (resume is False).')
     line = f'Nothing to resume in {run_dir}: a new run begins at update 0{taken}.'
     if weights and (Path(weights)/TRAINER_STATE).is_file():
         line += (' To continue that run itself, with its optimizer, leave run_name out; or, under a new '
@@ -107,7 +109,8 @@ def start_of(run_dir:Path|None, v:VLMConfig, c:TrainConfig,
         f'would be mixed up with: give another run_name, or {how}')
     if not c.resume: return _new_start(v, c, run_dir)
     begun = None
-    if own: begun = read_state(own)['configs']['train'].get('load_from') # of a run that was renamed
+    if own:
+        begun = read_state(own)['configs']['train'].get('load_from') # of a run that was renamed
     within = given and given!=begun and run_of(given)==run_dir.resolve()
     if given and within and Path(given).resolve()!=run_dir.resolve():
         path = _checkpoint_within(run_dir, given)
@@ -167,9 +170,11 @@ _TEXT = 128 # tokens of a sample that are kept for text
 def _fitting(v:VLMConfig, length:int)->tuple[str,int]: # `max_sample_length`; field and value
     "Returns the largest size of pictures of which one fits into a sample, up to the configured one."
     room = length-_TEXT
-    if v.native: return 'max_pixels',max(room*v.vit_img_size**2, v.min_pixels)
+    if v.native:
+        return 'max_pixels',max(room*v.vit_img_size**2, v.min_pixels)
     side = v.max_img_size//v.vit_img_size
-    while side>1 and (side*side+1)*(v.mp_image_token_length+4)>room: side -= 1 # 4 tokens announce a tile
+    while side>1 and (side*side+1)*(v.mp_image_token_length+4)>room:
+        side -= 1 # 4 tokens announce a tile
     return 'max_img_size',side*v.vit_img_size
 
 # %% ../../nbs/62_runs.start.ipynb #e5a1000a
@@ -210,8 +215,10 @@ def resolve_start(v:VLMConfig, c:TrainConfig, world_size:int=1, start:Start|None
         return evolve(sized, vlm_checkpoint_path=start.path),c,lines
     begun = c.load_from # where the run begins, or began: of a run that was named, its checkpoint
     if start.kind=='checkpoint': begun = start.path
-    if start.kind=='file': begun = str(pth_path(start.path, sized))
-    if start.kind=='resume': begun = start.state['configs']['train'].get('load_from')
+    if start.kind=='file':
+        begun = str(pth_path(start.path, sized))
+    if start.kind=='resume':
+        begun = start.state['configs']['train'].get('load_from')
     if begun!=c.load_from: c = evolve(c, load_from=begun)
     return sized,c,lines
 

@@ -56,7 +56,8 @@ def _start_findings(vlm_cfg:VLMConfig, cfg:TrainConfig, gpus:int=1,
             cfg, gpus)
     except WRONG as e: yield failed('start', e)
     else:
-        if start.kind!='resume': yield Finding('start', PASS, f'from {start.origin}')
+        if start.kind!='resume':
+            yield Finding('start', PASS, f'from {start.origin}')
         for note in notes: yield Finding('settings', PASS, note)
         yield Finding('export', PASS, export_line(vlm_cfg))
         if not cfg.resume: return
@@ -131,8 +132,10 @@ def _time_here(vlm_cfg:VLMConfig, train_cfg:TrainConfig, plan:dict)->str: # from
     if plan['gpus']>1: return elsewhere
     if expected>_LONGEST_PACK or weights>_LARGEST:
         return f'{elsewhere}, and a pack would take this machine about {with_unit(expected, _TIMES)}'
-    try: seconds = _seconds_of_pack(vlm_cfg, train_cfg)
-    except WRONG: return elsewhere # what is wrong has a line of its own
+    try:
+        seconds = _seconds_of_pack(vlm_cfg, train_cfg)
+    except WRONG:
+        return elsewhere # what is wrong has a line of its own
     length = f"{plan['updates']} updates of {packs} packs"
     whole = with_unit(plan['updates']*packs*seconds, _TIMES)
     return f'{length}: about {whole} on this machine, where a pack takes {with_unit(seconds, _TIMES)}'
@@ -147,8 +150,10 @@ def _cost_findings(vlm_cfg:VLMConfig, train_cfg:TrainConfig, gpus:int)->Iterator
         yield failed('plan', e)
         return
     yield tried('memory', _check_memory, plan, card and card.total_memory/GB)
-    if card: yield tried('time', _time_line, plan)
-    else: yield tried('time', _time_here, vlm_cfg, train_cfg, plan)
+    if card:
+        yield tried('time', _time_line, plan)
+    else:
+        yield tried('time', _time_here, vlm_cfg, train_cfg, plan)
     yield tried('checkpoints', check_disk, vlm_cfg.vlm_checkpoint_path,
         plan['disk']['checkpoint'],
                 plan['disk']['kept'])
@@ -167,7 +172,8 @@ def _check_all(vlm_cfg, train_cfg, gpus, run_dir, rows, smoke)->Iterator[Finding
     yield from _cost_findings(vlm_cfg, cfg, gpus)
     yield from ('', 'data')
     yield from data_findings(vlm_cfg, cfg, show=rows)
-    if smoke: yield tried('short run', check_short_run, vlm_cfg, cfg, smoke)
+    if smoke:
+        yield tried('short run', check_short_run, vlm_cfg, cfg, smoke)
 
 # %% ../../nbs/74_tools.check.ipynb #bfb5abac
 def check_start(vlm_cfg:VLMConfig, train_cfg:TrainConfig, run_dir:Path|None=None, # see `_start_findings`

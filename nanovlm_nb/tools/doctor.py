@@ -35,7 +35,8 @@ class Finding(NamedTuple):
     state:str # PASS, FAIL or SKIP
     text:str # what was found; of a failure, what to change
 
-    def __str__(self): return f'{self.state}  {self.name:<17} {self.text}'
+    def __str__(self):
+        return f'{self.state}  {self.name:<17} {self.text}'
 
 # %% ../../nbs/71_tools.doctor.ipynb #06ac71cd
 class Skip(Exception):
@@ -47,7 +48,8 @@ WRONG = (OSError, ValueError, RuntimeError, LookupError) # what a check may rais
 def failed(name:str, error:Exception)->Finding: # of the check; one of `WRONG`
     "Returns a failure in one line."
     text = ' '.join(str(error).split())
-    if not isinstance(error, UsageError): text = f'{type(error).__name__}: {text}'
+    if not isinstance(error, UsageError):
+        text = f'{type(error).__name__}: {text}'
     return Finding(name, FAIL, text)
 
 # %% ../../nbs/71_tools.doctor.ipynb #ef4b4ef7
@@ -86,7 +88,8 @@ _CUDA_DRIVERS = {13:'580.65', 12:'525.60', 11:'450.80'}
 # of FlashAttention's wheels
 FLASH_FLOORS = dict(GLIBC='2.32', CUDA='11.8', torch='2.0', **{'flash-attn':'2.0'})
 
-def _gpus(count): return '1 GPU' if count==1 else f'{count} GPUs'
+def _gpus(count):
+    return '1 GPU' if count==1 else f'{count} GPUs'
 
 def _check_cuda(gpus:int, cuda:str|None, driver:str|None)->str: # that torch sees; of its build; of nvidia-smi
     "Raises unless torch, CUDA and the driver go together."
@@ -137,7 +140,8 @@ def check_disk(folder:str|Path, one:float, n:int, free:float|None=None)->str: # 
     "Raises unless `n` checkpoints of `one` bytes can be written there, and there is room for them."
     path = Path(folder).absolute()
     nearest = next(p for p in (path, *path.parents) if p.exists())
-    with tempfile.TemporaryFile(dir=nearest) as f: f.write(b'x')
+    with tempfile.TemporaryFile(dir=nearest) as f:
+        f.write(b'x')
     if free is None: free = shutil.disk_usage(nearest).free
     noun = 'checkpoint'
     if n>1: noun += 's'
@@ -154,7 +158,8 @@ def _check_wandb(train_cfg:TrainConfig, mode:str|None=None)->str: # None: wandb 
     if mode is None:
         import wandb
         mode = wandb_mode(wandb)
-    if mode=='online' or mode and 'WANDB_MODE' in os.environ: return mode
+    if mode=='online' or mode and 'WANDB_MODE' in os.environ:
+        return mode
     if not {'log_wandb','tracker'}&train_cfg.given:
         raise Skip('not logged in: figures stay in log.jsonl and on disk')
     raise UsageError('not logged in, the run would be recorded here only: wandb login; '
@@ -170,7 +175,8 @@ def _check_tasks(train_cfg:TrainConfig)->str:
         line = f'{tasks} (benchmarks: {train_cfg.lmms_eval_prompts})'
         if missing: line += f'; {missing}'
         return line
-    if not train_cfg.given&{'use_lmms_eval','lmms_eval_tasks'}: raise Skip(missing)
+    if not train_cfg.given&{'use_lmms_eval','lmms_eval_tasks'}:
+        raise Skip(missing)
     raise UsageError(f'{missing}: do what the message says, or give other tasks')
 
 # %% ../../nbs/71_tools.doctor.ipynb #3b9d21c9
@@ -180,7 +186,8 @@ def _check_slurm(train_cfg:TrainConfig, command:str='sinfo')->str:
         raise Skip(f'no {command} here: start runs with torchrun')
     done = subprocess.run([command, '-h', '-o', '%P %D %t'], capture_output=True,
         text=True, timeout=60)
-    if not done.returncode: return f'{len(done.stdout.splitlines())} groups of nodes'
+    if not done.returncode:
+        return f'{len(done.stdout.splitlines())} groups of nodes'
     error = (done.stderr.strip() or f'{command} ended with {done.returncode}').splitlines()[0]
     needed = train_cfg.use_lmms_eval and choose_eval_backend(train_cfg)=='slurm'
     if not needed:
@@ -224,7 +231,8 @@ def check_short_run(vlm_cfg:VLMConfig, train_cfg:TrainConfig, updates:int=3,
             small = evolve(small, resume_from_vlm_checkpoint=False,
                 load_from=vlm_cfg.vlm_checkpoint_path)
         vlm_cfg = evolve(vlm_cfg, vlm_checkpoint_path=folder, hf_repo_name=None)
-        try: losses,last = _short_run(vlm_cfg, small, folder, timeout_s)
+        try:
+            losses,last = _short_run(vlm_cfg, small, folder, timeout_s)
         except subprocess.TimeoutExpired:
             raise UsageError(f'not over after {timeout_s:g} s: this machine may be too slow') from None
     require(not last and len(losses)==updates and None not in losses,
@@ -243,4 +251,5 @@ def machine_findings(train_cfg:TrainConfig, gpus:int=1)->Iterator[Finding]: # ra
         ('flash-attn', _check_flash, *wheels),
         ('wandb', _check_wandb, train_cfg), ('tasks', _check_tasks, train_cfg),
         ('Slurm', _check_slurm, train_cfg)]
-    for name,check,*values in checks: yield tried(name, check, *values)
+    for name,check,*values in checks:
+        yield tried(name, check, *values)

@@ -58,7 +58,8 @@ def open_data(vlm_cfg:VLMConfig, train_cfg:TrainConfig)->tuple[PackLoader,PackLo
 def _why_unreadable(error:Exception, path:str)->str: # of `datasets` or arrow; where the data are
     "Returns why data cannot be loaded: the parquet files that are damaged or empty, else the error."
     files = [Path(path)]
-    if Path(path).is_dir(): files = sorted(Path(path).rglob('*.parquet'))
+    if Path(path).is_dir():
+        files = sorted(Path(path).rglob('*.parquet'))
     damaged = []
     empty = []
     for file in files:
@@ -68,8 +69,10 @@ def _why_unreadable(error:Exception, path:str)->str: # of `datasets` or arrow; w
         elif not footer.num_rows: empty.append(str(file))
     if damaged:
         return f"{', '.join(damaged[:3])}: damaged, or no parquet file; remove it, or copy it again"
-    if empty and len(empty)==len(files): return f"{', '.join(empty)}: no rows"
-    if isinstance(error, (StopIteration, IndexError)): return f'{path} has no rows'
+    if empty and len(empty)==len(files):
+        return f"{', '.join(empty)}: no rows"
+    if isinstance(error, (StopIteration, IndexError)):
+        return f'{path} has no rows'
     if isinstance(error, UsageError): return str(error)
     return f'{type(error).__name__}: {error}'
 
@@ -182,7 +185,8 @@ def _check_pixels(ranges:list[tuple], pixel_max:float|None)->str: # of `_Seen`; 
     high = max(highs)
     white = pixel_max or 65535
     meant = math.ceil(max(high, 1))
-    if 1<high<=65535: meant = 2**max(8, math.ceil(math.log2(high+1)))-1 # all bits of a pixel
+    if 1<high<=65535:
+        meant = 2**max(8, math.ceil(math.log2(high+1)))-1 # all bits of a pixel
     text = f'{len(ranges)} pictures of more than 8 bits a pixel, with values from {low:g} to {high:g}'
     require(high<=white,
         f'{text}: all above {white:g} is white, set pixel_max to {meant}')
@@ -214,8 +218,9 @@ def _check_columns(train_cfg:TrainConfig)->str:
     if path=='shapes': raise Skip('drawn')
     if path==OWN_ROWS: raise Skip('given in Python')
     for name in config_names(path, train_cfg.train_dataset_name):
-        try: ignored = unread_columns(path, name, train_cfg.images_path,
-            train_cfg.columns)-{'scene'}
+        try:
+            ignored = unread_columns(path, name, train_cfg.images_path,
+                train_cfg.columns)-{'scene'}
         except (*LOAD_ERRORS, StopIteration, IndexError) as e:
             raise UsageError(f'{name}: {_why_unreadable(e, path)}') from e
         for column in ignored:
@@ -278,7 +283,8 @@ def data_findings(vlm_cfg:VLMConfig, train_cfg:TrainConfig, n:int=SAMPLES,
         yield tried('pixels', _check_pixels, seen.ranges, vlm_cfg.pixel_max)
     if not seen.plans: return
     yield tried('left out', check_left_out, seen, held)
-    if seen.ranges: yield tried('pixels', _check_pixels, seen.ranges, vlm_cfg.pixel_max)
+    if seen.ranges:
+        yield tried('pixels', _check_pixels, seen.ranges, vlm_cfg.pixel_max)
     order = _fixed_order(seen.asked)
     if order: yield Finding('questions', FAIL, order)
     yield tried('template', _check_template, train.samples.tokenizer)
@@ -323,7 +329,8 @@ def _settings_of(run_dir:Path, update:int, code:dict)->tuple[VLMConfig,TrainConf
     now = vlm_cfg.to_dict()|train_cfg.to_dict()
     changed = {}
     for checkpoint in checkpoints(run_dir):
-        if step_of(checkpoint)<update or missing_pieces(checkpoint): continue
+        if step_of(checkpoint)<update or missing_pieces(checkpoint):
+            continue
         configs = read_state(checkpoint)['configs']
         for name,value in (configs['vlm']|configs['train']).items():
             if name not in TRUSTED and value!=now.get(name, value):
@@ -420,7 +427,8 @@ def _replay_lines(update:Update, logged:dict|None, # made again; its line in the
         aligned(('  sample', 'targets', 'loss', 'gradient', 'pull'), _VERDICT)]
     suspects = []
     for place,verdict in enumerate(verdicts):
-        if verdict.suspect or place<worst: lines.append(str(verdict))
+        if verdict.suspect or place<worst:
+            lines.append(str(verdict))
         if verdict.suspect: suspects.append(verdict.id)
     end = f'no sample stands out (not finite, or {_FAR} times the median pull)'
     if suspects: end = f'suspect: {", ".join(suspects)}'

@@ -59,7 +59,8 @@ class _Allocations(TorchDispatchMode):
     def add(self, part:str, n:int)->None:
         "Adds bytes to a part; fewer than 0 are released."
         self.now[part] += n
-        if self.now.total()>self.peak.total(): self.peak = self.now.copy()
+        if self.now.total()>self.peak.total():
+            self.peak = self.now.copy()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
@@ -81,8 +82,10 @@ def _fused_attention(q:Tensor, k:Tensor, v:Tensor, attn_mask:Tensor|None=None, #
     aten = torch.ops.aten
     if attn_mask is None:
         return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal)[0]
-    if attn_mask.is_floating_point(): bias = attn_mask.to(q.dtype)
-    else: bias = q.new_zeros(attn_mask.shape).masked_fill_(~attn_mask, -torch.inf)
+    if attn_mask.is_floating_point():
+        bias = attn_mask.to(q.dtype)
+    else:
+        bias = q.new_zeros(attn_mask.shape).masked_fill_(~attn_mask, -torch.inf)
     bias = bias.expand(*q.shape[:3], k.shape[2])
     return aten._scaled_dot_product_efficient_attention(q, k, v, bias, True,
         dropout_p, is_causal)[0]
@@ -116,7 +119,8 @@ class LikeCuda(TorchFunctionMode):
     def _to(self, x, dtype):
         if not (isinstance(x, Tensor) and x.is_floating_point() and x.dtype!=dtype):
             return x
-        if not (isinstance(x, nn.Parameter) and x.requires_grad): return x.to(dtype)
+        if not (isinstance(x, nn.Parameter) and x.requires_grad):
+            return x.to(dtype)
         if id(x) not in self.casts: self.casts[id(x)] = x.to(dtype)
         return self.casts[id(x)]
 
@@ -128,7 +132,8 @@ class LikeCuda(TorchFunctionMode):
         if dtype is not None and torch.is_autocast_enabled('cuda'):
             args = [self._to(x, dtype) for x in args]
             kwargs = {k:self._to(x, dtype) for k,x in kwargs.items()}
-        if func is F.scaled_dot_product_attention: func = _fused_attention
+        if func is F.scaled_dot_product_attention:
+            func = _fused_attention
         return func(*args, **kwargs)
 
 # %% ../../nbs/73_tools.plan.ipynb #63aa0028
@@ -136,7 +141,8 @@ def like_cuda(net:nn.Module, dtype:torch.dtype=torch.bfloat16)->nn.Module: # of 
     "Makes a meta network compute as under CUDA's autocast, also where the backward pass calls its blocks."
     def under(forward:Callable)->Callable:
         def call(*args, **kwargs):
-            if torch.is_autocast_enabled('cuda'): return forward(*args, **kwargs)
+            if torch.is_autocast_enabled('cuda'):
+                return forward(*args, **kwargs)
             with LikeCuda(dtype): return forward(*args, **kwargs)
         return call
     for module in (net, *blocks_of(net)):
@@ -155,9 +161,11 @@ def example_batch(vlm_cfg:VLMConfig, rows:int=1, documents:int=4, # packs; sampl
     tiles:int|None=None, targets:int|None=None, full:float=.99)->Batch: # None: 5/6 of it, 2/3 of the rest
     "Returns a micro-batch of zeros with so many tiles and targets in a sample; packs hold a share of tokens."
     length = int(full*vlm_cfg.lm_max_length)//documents
-    if tiles is None: tiles = int(length/1.2)//vlm_cfg.mp_image_token_length
+    if tiles is None:
+        tiles = int(length/1.2)//vlm_cfg.mp_image_token_length
     rows_of_tiles = 1
-    if vlm_cfg.native: rows_of_tiles = math.isqrt(tiles) # a picture as square as can be
+    if vlm_cfg.native:
+        rows_of_tiles = math.isqrt(tiles) # a picture as square as can be
     tiles -= tiles%max(rows_of_tiles, 1)
     text = length-tiles*vlm_cfg.mp_image_token_length
     if targets is None: targets = 2*text//3
@@ -168,8 +176,10 @@ def example_batch(vlm_cfg:VLMConfig, rows:int=1, documents:int=4, # packs; sampl
     labels[-targets-1:-1] = 1
     side = vlm_cfg.vit_img_size
     images = []
-    if tiles: images.append(torch.zeros(tiles, 3, side, side, dtype=torch.uint8))
-    if tiles and vlm_cfg.native: images[0] = images[0].unflatten(0, (rows_of_tiles,-1))
+    if tiles:
+        images.append(torch.zeros(tiles, 3, side, side, dtype=torch.uint8))
+    if tiles and vlm_cfg.native:
+        images[0] = images[0].unflatten(0, (rows_of_tiles,-1))
     sample = dict(input_ids=ids, labels=labels, images=images)
     samples = [dict(sample, id=f'example/{i}') for i in range(documents)]
     packs = [pack(samples, vlm_cfg.lm_max_length, 0)]*rows
@@ -200,7 +210,8 @@ def meta_net(vlm_cfg:VLMConfig, train_cfg:TrainConfig)->VLMNet: # with gradients
         size = vlm_cfg.n_patches,vlm_cfg.vit_hidden_dim
         net.features = lambda tiles: torch.empty(len(tiles), *size, device=META)
     for parameter in net.parameters():
-        if parameter.requires_grad: parameter.grad = torch.empty_like(parameter)
+        if parameter.requires_grad:
+            parameter.grad = torch.empty_like(parameter)
     return net.train()
 
 # %% ../../nbs/73_tools.plan.ipynb #63aa0044
@@ -240,7 +251,8 @@ def peak_memory(vlm_cfg:VLMConfig, train_cfg:TrainConfig, batch:Batch|None=None)
     for buffer in net.buffers(): tracker.hold(buffer, 'rest')
     for parameter in net.parameters():
         tracker.hold(parameter, 'weights')
-        if parameter.grad is not None: tracker.hold(parameter.grad, 'gradients')
+        if parameter.grad is not None:
+            tracker.hold(parameter.grad, 'gradients')
     _mark_parts(net, tracker)
     with tracker: step(net, batch)
     return tracker.peak+Counter(optimizer=2*tracker.peak['gradients'])
@@ -345,7 +357,8 @@ def memory(vlm_cfg:VLMConfig, train_cfg:TrainConfig, gpus:int=1)->Memory: # rank
     away = train_cfg.offload_params and sharding=='zero3'
     gradients = trained*per['gradients']
     # those of a block, or of all that is in none, are whole while they are exchanged
-    if share>1 and not whole: gradients += 4*min(max(rest, largest), trained)
+    if share>1 and not whole:
+        gradients += 4*min(max(rest, largest), trained)
     # of all experts, where `peak_memory` has one layer for them
     copies = peak['copies']*stored/peak['weights']
     if sharding!='ddp': # whole weights that a rank holds beside its part
@@ -367,8 +380,10 @@ def _until_it_fits(vlm_cfg:VLMConfig, train_cfg:TrainConfig, gpus:int,
     steps = []
     for remedy in memory_remedies(vlm_cfg, train_cfg, gpus):
         if needed<=USABLE*gib*GB: break
-        try: changed = change(vlm_cfg, train_cfg, remedy.changes)
-        except UsageError: continue # these settings do not go together
+        try:
+            changed = change(vlm_cfg, train_cfg, remedy.changes)
+        except UsageError:
+            continue # these settings do not go together
         less = memory(*changed, gpus).total
         if less>.99*needed: continue
         (vlm_cfg,train_cfg) = changed
@@ -415,7 +430,8 @@ def update_flops(vlm_cfg:VLMConfig, train_cfg:TrainConfig,
 def checkpoint_bytes(vlm_cfg:VLMConfig, train_cfg:TrainConfig)->int: # the model; what learns
     "Returns the size of a checkpoint: weights and moments; adapters alone."
     parts = sizes(vlm_cfg, train_cfg)
-    if train_cfg.lora_rank: return 12*sum(size.trained for size in parts.values())
+    if train_cfg.lora_rank:
+        return 12*sum(size.trained for size in parts.values())
     return sum(4*size.total+8*size.trained for size in parts.values())
 
 # %% ../../nbs/73_tools.plan.ipynb #2a10b639
@@ -462,11 +478,13 @@ def _memory_table(vlm_cfg:VLMConfig, train_cfg:TrainConfig,
     if gpus>1 and not train_cfg.cache_features: ways = _WAYS
     table = {}
     for name,how in ways.items():
-        if 'each' in name and train_cfg.gradient_accumulation_steps==1: continue
+        if 'each' in name and train_cfg.gradient_accumulation_steps==1:
+            continue
         usual = memory(vlm_cfg, evolve(base, **how), gpus)
         less = memory(vlm_cfg, evolve(recompute, **how), gpus)
         table[name] = usual._asdict()|dict(together=usual.total, recomputed=less.total)
-        if gpus>1: table[name]['sent'] = _sent(vlm_cfg, evolve(base, **how), gpus)
+        if gpus>1:
+            table[name]['sent'] = _sent(vlm_cfg, evolve(base, **how), gpus)
     return table
 
 # %% ../../nbs/73_tools.plan.ipynb #92531777
@@ -642,9 +660,11 @@ def _plan_text(plan:dict)->str: # from `make_plan`; lines for a terminal
     disk = f"Disk: {kept} {noun} at most, each of {with_unit(size, STORED)}: {with_unit(kept*size, STORED)}"
     devices = [_row(f"Time at {plan['mfu']:.0%} of the peak", 'an update', 'the run',
         'memory', '')]
-    for name,device in plan['devices'].items(): devices += _device_text(name, device)
+    for name,device in plan['devices'].items():
+        devices += _device_text(name, device)
     start = _parameters_text(plan)
-    if 'start' in plan: start.insert(0, f"Starts from {plan['start']}")
+    if 'start' in plan:
+        start.insert(0, f"Starts from {plan['start']}")
     end = [*_work_text(plan), disk, *_epochs_text(plan)]
     for note in plan['notes']: end.append(f'Note: {note}')
     return '\n\n'.join(map('\n'.join, (start,_memory_text(plan),devices,end)))

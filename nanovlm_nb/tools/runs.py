@@ -35,7 +35,8 @@ def list_checkpoints(run_dir:Path, now:float|None=None)->list[str]: # of a run; 
         for path in checkpoints(folder)[::-1]:
             missing = missing_pieces(path)
             state = 'complete'
-            if missing: state = f'incomplete, lacks {", ".join(missing)}'
+            if missing:
+                state = f'incomplete, lacks {", ".join(missing)}'
             marks = ' and '.join(mark for mark,marked in named.items() if marked==path)
             if marks: state += f'  <- {marks}'
             name = path.relative_to(run_dir).as_posix()
@@ -62,7 +63,8 @@ def _state_of(run_dir:Path)->str:
     status = ' '.join(path.read_text(encoding='utf-8', errors='replace').split())
     if status!='running': return status
     process = holder(run_dir)
-    if not process: return 'killed (nobody holds its directory)'
+    if not process:
+        return 'killed (nobody holds its directory)'
     return f'running, {process}'
 
 # %% ../../nbs/70_tools.runs.ipynb #566da16d
@@ -168,7 +170,8 @@ def show_runs(names:Sequence, # directories of a run or of several, or files log
     if curves:
         logs = {}
         for name in names:
-            for run in runs_in(name) or [name]: logs[str(run)] = read_log(log_of(run))
+            for run in runs_in(name) or [name]:
+                logs[str(run)] = read_log(log_of(run))
         plot_curves(logs, curves)
         say(curves)
         return 0
@@ -179,7 +182,8 @@ def show_runs(names:Sequence, # directories of a run or of several, or files log
             if runs_in(folder):
                 for line in list_runs(folder): say(line)
                 continue
-            for line in _delete(folder, delete_older_than, delete_abandoned): say(line)
+            for line in _delete(folder, delete_older_than, delete_abandoned):
+                say(line)
             if pth:
                 from nanovlm_nb.training.checkpoint import export_pth # to list checkpoints takes no model
                 say(str(export_pth(folder, pth)))

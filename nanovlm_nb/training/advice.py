@@ -93,7 +93,8 @@ def stability_advice(c:TrainConfig)->list[str]:
     rates = []
     for name in names:
         lr = getattr(c, name)
-        if lr: rates.append(f'{name} {lr:g} -> {min(lr/2, .001):g}')
+        if lr:
+            rates.append(f'{name} {lr:g} -> {min(lr/2, .001):g}')
     warmup = [f'warmup_ratio {c.warmup_ratio:g} -> {min(max(2*c.warmup_ratio, .03), 1):g}']
     if c.lr_schedule not in WITH_WARMUP: warmup = []
     clip = f'max_grad_norm {c.max_grad_norm} -> {(c.max_grad_norm or 2)/2:g}: a higher one lets more through'
@@ -167,10 +168,12 @@ def advice(shares:dict[str,float], c:TrainConfig, v:VLMConfig|None=None,
     why = {}
     for kind,share in over.items():
         why[kind] = f'{kind} takes {share:.0%} of the time, {_MOST[kind]:.0%} at most is fine'
-    if shares and not over: why = dict(compute='the time is well spent; to go faster')
+    if shares and not over:
+        why = dict(compute='the time is well spent; to go faster')
     tables = if_it_waits(v, c, cores)|_if_it_works(c, shares, device)
     for kind,rows in tables.items():
-        if kind in why: said[why[kind]] = [sentence for ok,sentence in rows if ok]
+        if kind in why:
+            said[why[kind]] = [sentence for ok,sentence in rows if ok]
     return [f"{what}: {'; '.join(how)}" for what,how in said.items() if how]
 
 # %% ../../nbs/52_training.advice.ipynb #ef7c37d6
@@ -180,7 +183,8 @@ def checkpoints_written(cfg:TrainConfig, updates:int)->int: # of the run
     validated = cfg.eval_interval if cfg.eval_in_epochs else 0
     intervals = [interval for interval in (cfg.save_interval, validated) if interval]
     at = {updates}
-    for interval in intervals: at.update(range(interval, updates+1, interval))
+    for interval in intervals:
+        at.update(range(interval, updates+1, interval))
     return len(at)+cfg.eval_in_epochs
 
 # %% ../../nbs/52_training.advice.ipynb #ba6542eb

@@ -127,8 +127,10 @@ def snapshot(model:nn.Module, # unwrapped `VisionLanguageModel`
     adapters = getattr(model, 'lora_note', None)
     sharded = is_sharded(model)
     weights:dict[str,Any] = {}
-    if sharded: weights = pieces_of(model, bool(adapters), memory)
-    elif dist.is_master: weights = model.state_dict()
+    if sharded:
+        weights = pieces_of(model, bool(adapters), memory)
+    elif dist.is_master:
+        weights = model.state_dict()
     if adapters:
         weights = {name:w for name,w in weights.items() if beside_base(name, adapters)}
     parts = dict(weights=weights if sharded else copied(weights), optimizer=None)
@@ -161,7 +163,8 @@ def _write_parts(parts, tmp, state, dist):
             tensors = {}
             for hook,remembered in state.get('hooks', {}).items():
                 for key,value in remembered.items():
-                    if isinstance(value, Tensor): tensors[f'{hook}.{key}'] = value
+                    if isinstance(value, Tensor):
+                        tensors[f'{hook}.{key}'] = value
             if tensors: save_file(tensors, tmp/HOOKS)
             text = json.dumps(state, indent=1, default=lambda tensor: None)
             (tmp/TRAINER_STATE).write_text(text+'\n', encoding='utf-8')

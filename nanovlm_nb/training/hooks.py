@@ -62,14 +62,16 @@ class BadUpdates(Hook):
         if not trainer.writes: return
         before = read_bad_updates(trainer.log.run_dir)
         kept = [record for record in before if record['update']<=last]
-        if kept!=before: _write_bad_updates(trainer.log.run_dir, kept)
+        if kept!=before:
+            _write_bad_updates(trainer.log.run_dir, kept)
 
     def note(self, trainer:Trainer, update:Update)->None: # every rank must call
         "Counts a skipped update, and writes down its samples and where its data begin."
         trainer.skipped += 1
         trainer.bad_in_a_row += 1
         data = update.before
-        if data is not None: data = merge_states(trainer.dist.gather(data))
+        if data is not None:
+            data = merge_states(trainer.dist.gather(data))
         bad = dict(update=trainer.step, reason=trainer.refused,
             ids=update.ids(trainer.dist), data=data)
         run_dir = trainer.log.run_dir
@@ -82,11 +84,15 @@ class BadUpdates(Hook):
         "Adds `skipped_updates`, the number so far."
         run_dir = trainer.log.run_dir
         if trainer.update is None: return
-        if trainer.refused is None: trainer.bad_in_a_row = 0
-        elif not trainer.overflow: self.note(trainer, trainer.update)
-        else: trainer.log.info(f'update {trainer.step} is skipped: {trainer.refused}, '
-            f'the loss scale is lowered to {trainer.scaler.get_scale():g}')
-        if trainer.refused: figures['skipped_updates'] = trainer.skipped
+        if trainer.refused is None:
+            trainer.bad_in_a_row = 0
+        elif not trainer.overflow:
+            self.note(trainer, trainer.update)
+        else:
+            trainer.log.info(f'update {trainer.step} is skipped: {trainer.refused}, '
+                f'the loss scale is lowered to {trainer.scaler.get_scale():g}')
+        if trainer.refused:
+            figures['skipped_updates'] = trainer.skipped
         if trainer.bad_in_a_row<self.limit: return
         again = ''
         if run_dir:
@@ -220,7 +226,8 @@ class Meters(Hook):
 
     def end(self, trainer:Trainer)->None:
         "Logs the epoch in which the run has reached its length."
-        if trainer.last and not trainer.stop: self.end_epoch(trainer)
+        if trainer.last and not trainer.stop:
+            self.end_epoch(trainer)
 
     def state_dict(self)->dict: # JSON-able
         "Returns the sums of the epoch."

@@ -33,7 +33,8 @@ from ..model.flops import COMPONENTS
 from .precision import amp_dtype
 
 # %% ../../nbs/51_training.lora.ipynb #10ad480c
-def _named(layer, target): return fnmatchcase(f'.{layer}.', f'*.{target}.*')
+def _named(layer, target):
+    return fnmatchcase(f'.{layer}.', f'*.{target}.*')
 
 # %% ../../nbs/51_training.lora.ipynb #bff9a8cc
 def _lora_layers(model:nn.Module, targets:Sequence[str])->list[str]: # parts of names; `*` matches anything
@@ -41,7 +42,8 @@ def _lora_layers(model:nn.Module, targets:Sequence[str])->list[str]: # parts of 
     linear = []
     for name,layer in model.named_modules():
         inside = name.split('.')[0] in COMPONENTS and name!='decoder.head'
-        if inside and isinstance(layer, nn.Linear): linear.append(name)
+        if inside and isinstance(layer, nn.Linear):
+            linear.append(name)
     for target in targets:
         require(any(_named(name, target) for name in linear),
             f'lora_targets names {target!r}, and no linear layer of this model is called so: '
@@ -115,8 +117,10 @@ def keep_base(run_dir:Path, base:dict[str,str])->dict[str,str]: # see `adapt`; t
         for file in made.iterdir():
             if file.suffix not in READ_BY_LOADERS or file.name==MANIFEST:
                 continue
-            try: (tmp/file.name).hardlink_to(file)
-            except OSError: shutil.copy2(file, tmp) # another file system
+            try:
+                (tmp/file.name).hardlink_to(file)
+            except OSError:
+                shutil.copy2(file, tmp) # another file system
         tmp.rename(kept)
     return base|dict(path=str(kept.resolve()))
 
@@ -218,7 +222,8 @@ def _plain_lora(folder):
         f'{folder} has adapters of kind {config.peft_type}: only LORA is read here')
     begun = True,False,'gaussian','orthogonal' # ways to begin that leave the base alone
     values = config.to_dict()
-    if values['init_lora_weights'] in begun: del values['init_lora_weights']
+    if values['init_lora_weights'] in begun:
+        del values['init_lora_weights']
     odd = [f'{name} {value!r}' for name,value in values.items()
         if name not in READ and (value or usual.get(name))!=usual.get(name)]
     require(not odd, f'{folder} has {"".join(odd[:1])}, which is not read here: '

@@ -64,7 +64,8 @@ def get_schedule(schedule:str|Callable, # cosine, wsd, minimind, minimind_seed, 
 )->Callable[[float,float,float],float]: # (step, max_lr, max_steps) -> lr
     "The schedule of that name, or the user's own."
     if callable(schedule): return schedule
-    if ':' in schedule: return load_function(schedule, 'lr_schedule')
+    if ':' in schedule:
+        return load_function(schedule, 'lr_schedule')
     ratios:Any = dict(warmup_ratio=warmup_ratio, min_lr_ratio=min_lr_ratio)
     named:dict[str,Callable] = dict(cosine=partial(warmup_cosine, **ratios),
         wsd=partial(wsd, **ratios),

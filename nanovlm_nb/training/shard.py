@@ -46,7 +46,8 @@ def bytes_sent(sharding:str, world_size:int=1, copy:int=2, # as above
 )->dict[str,float]: # `weights`, of all parameters; `gradients`, of those that train
     "Returns the bytes that each rank sends of a parameter in an update, in a ring."
     others = (world_size-1)/world_size
-    if sharding=='ddp': return dict(weights=0, gradients=2*4*others)
+    if sharding=='ddp':
+        return dict(weights=0, gradients=2*4*others)
     gathered = copy if sharding=='zero2' else copy*2*micro_batches
     exchanges = micro_batches if reduces else 1
     return dict(weights=others*gathered, gradients=others*4*exchanges)
@@ -105,10 +106,12 @@ def on_cpu(name:str, w:Tensor, memory:dict[str,Tensor]|None)->Tensor: # None: no
     "Returns a tensor in the memory of the CPU: a copy, which takes the place of an earlier one of this name."
     w = w.detach()
     if memory is None: return w.to('cpu')
-    if name not in memory: memory[name] = w.to('cpu', copy=True)
+    if name not in memory:
+        memory[name] = w.to('cpu', copy=True)
     elif isinstance(w, DTensor):
         memory[name].to_local().copy_(w.to_local())
-    else: memory[name].copy_(w)
+    else:
+        memory[name].copy_(w)
     return memory[name]
 
 def pieces_of(model:nn.Module, trained:bool=False, # sharded; only what trains
@@ -140,7 +143,8 @@ def _in_step(dist:Dist, lead:Callable, follow:Callable[[str],None])->None: # `le
         try: lead(dist.broadcast)
         finally: dist.broadcast(None)
     def follows():
-        while (name := dist.broadcast(None)) is not None: follow(name)
+        while (name := dist.broadcast(None)) is not None:
+            follow(name)
     on_all(dist, led if dist.is_master else follows)
 
 def _gather(piece:Piece, dist:Dist)->Tensor|None: # of this rank; the whole on rank 0
@@ -153,7 +157,8 @@ def _gather(piece:Piece, dist:Dist)->Tensor|None: # of this rank; the whole on r
     whole = torch.empty_like(piece.whole, device='cpu')
     for rank,part in enumerate(_cut(whole, piece.dim, dist.world_size)):
         came = piece.mine if rank==0 else torch.empty(part.shape, dtype=part.dtype)
-        if rank and part.numel(): c10d.recv(came, rank, dist.cpu_group)
+        if rank and part.numel():
+            c10d.recv(came, rank, dist.cpu_group)
         part.copy_(came)
     return whole
 
@@ -245,7 +250,8 @@ class OffloadedAdamW(torch.optim.AdamW):
         self.worker = torch.optim.AdamW(copies, fused=True)
         self.register_load_state_dict_post_hook(OffloadedAdamW._take_down)
 
-    def _groups(self): return zip(self.param_groups, self.worker.param_groups)
+    def _groups(self):
+        return zip(self.param_groups, self.worker.param_groups)
 
     def _pairs(self):
         "Each parameter with its copy."
@@ -279,7 +285,8 @@ def begin_state(optimizer:torch.optim.Optimizer)->list[Tensor]: # any; parameter
     "Makes the state that a first gradient would bring, by a step of zeros with rate 0 that does not count."
     groups = optimizer.param_groups
     grads = {}
-    for group in groups: grads |= {p:p.grad for p in group['params']}
+    for group in groups:
+        grads |= {p:p.grad for p in group['params']}
     new = [p for p in grads if p not in optimizer.state]
     options = [{k:g[k] for k in ('lr','weight_decay') if k in g} for g in groups]
     for p in grads:
@@ -303,7 +310,8 @@ def run_optimizer(model:nn.Module, train_cfg:TrainConfig, dist:Dist, # as it is 
     offloads = train_cfg.offload_optimizer and not (train_cfg.offload_params
         and dist.world_size>1)
     kind = OffloadedAdamW if offloads else torch.optim.AdamW
-    if make is None: return make_optimizer(model, train_cfg, kind)
+    if make is None:
+        return make_optimizer(model, train_cfg, kind)
     require(not (train_cfg.offload_optimizer or train_cfg.offload_params),
         'an optimizer of your own with '
         'offload_optimizer or offload_params: only the update of AdamW is made in the memory of the CPU')

@@ -158,7 +158,8 @@ def make_trainer(model:nn.Module, cfg:TrainConfig, # a `VisionLanguageModel`, an
     clock = Clock()
     loader = as_loader(loader)
     model.tile_multiple = cfg.tile_multiple or (8 if dist.device.type=='cuda' else 1)
-    if cfg.compile: compile_blocks(model) # None is decided when the length of the run is known
+    if cfg.compile:
+        compile_blocks(model) # None is decided when the length of the run is known
     base = shard_model(model, dist, cfg.sharding, dtype, cfg.offload_params,
         cfg.reduce_every_micro_batch)
     read_rest(base, dist)
@@ -265,7 +266,8 @@ def _prepare(trainer:Trainer)->None: # every rank must call
     trainer.log.length(n)
     if cfg.compile is not None: trainer.compiled = cfg.compile
     elif trainer.dist.device.type=='cuda':
-        if trainer.compiled is None: trainer.compiled = not n or n>=LONG
+        if trainer.compiled is None:
+            trainer.compiled = not n or n>=LONG
         blocks = 'compiled' if trainer.compiled else 'not compiled'
         trainer.log.info(f'compile None: blocks are {blocks}, decided when the run began; '
             f'it pays from {LONG} updates on, and the run has {n or "an unknown number"}')
@@ -283,7 +285,8 @@ def train_step(trainer:Trainer, update:Update)->Figures: # for the log
     place = length.place(trainer.step, trainer.samples, update.samples, trainer.planned)
     lrs = set_lrs(trainer.optimizer, trainer.schedule, *place,
         alone=trainer.cfg.projector_steps)
-    with clock('forward_backward'): loss = accumulate(trainer, update)
+    with clock('forward_backward'):
+        loss = accumulate(trainer, update)
     with clock('optimizer'):
         scaler.unscale_(trainer.optimizer)
         norm = clip_gradients(trainer.trained, trainer.cfg.max_grad_norm)
@@ -297,7 +300,8 @@ def train_step(trainer:Trainer, update:Update)->Figures: # for the log
 
     with clock('forward_backward'):
         mine,size = torch.stack([loss, norm.to(loss.device)]).tolist() # waits
-    with clock('communication'): total = _agree(trainer, mine, size)
+    with clock('communication'):
+        total = _agree(trainer, mine, size)
     with clock('optimizer'):
         if trainer.refused is None and any(p.grad is not None for p in trainer.trained):
             scaler.step(trainer.optimizer)
@@ -373,7 +377,8 @@ def train(trainer:Trainer)->Trainer: # where the run ended
 
         for update in updates(trainer):
             figures = train_step(trainer, update)
-            for hook in trainer.hooks: hook.after_update(trainer, figures)
+            for hook in trainer.hooks:
+                hook.after_update(trainer, figures)
     if isinstance(trainer.stop, Exception): raise trainer.stop
     if trainer.stop:
         trainer.log.info(f'stopped by {trainer.stop} after update {trainer.step}')
@@ -406,7 +411,8 @@ def validation_updates(trainer:Trainer)->Iterator[Update]: # the same each time;
 def over_validation(trainer:Trainer, look:Callable[[Batch,dict],Any])->list|None: # None: the run is stopped
     "Returns what `look(batch, inputs)` returned for each held-out micro-batch; every rank must call."
     results = []
-    if trainer.dist.device.type=='cuda': torch.cuda.empty_cache()
+    if trainer.dist.device.type=='cuda':
+        torch.cuda.empty_cache()
     trainer.model.eval()
     for update in validation_updates(trainer):
         if stopping(trainer): break
@@ -483,7 +489,8 @@ class Validate(Hook):
         "Validates if it is time; what a stop cuts off is left to the next start."
         due = trainer.last or self.every>0 and trainer.step%self.every==0
         if not due or stopping(trainer): return
-        with trainer.clock('validation'): measured = self.measure(trainer)
+        with trainer.clock('validation'):
+            measured = self.measure(trainer)
         if measured is None: return
         is_best = self.note(trainer, measured)
         figures |= measured
@@ -492,7 +499,8 @@ class Validate(Hook):
             hook.after_validation(trainer, measured)
         if not is_best: return
         trainer.saver.wait()
-        if not trainer.dist.is_master or trainer.saved!=trainer.step: return
+        if not trainer.dist.is_master or trainer.saved!=trainer.step:
+            return
         run_dir = trainer.log.run_dir
         write_pointer(run_dir, BEST, run_dir/f'step_{trainer.step}')
         prune(run_dir, trainer.cfg.max_keep_ckpts)
@@ -654,7 +662,8 @@ _RESUMED = ('step','data','configs','precision','scaler','log','world_size','hoo
 
 def _restore_chance(file:Path)->None: # `rng_N.json`
     "Restores the random numbers of a rank; a UsageError if the file has none."
-    try: set_rng_state(json.loads(file.read_text(encoding='utf-8')))
+    try:
+        set_rng_state(json.loads(file.read_text(encoding='utf-8')))
     except (OSError, ValueError, LookupError, TypeError, RuntimeError, OverflowError) as e:
         raise UsageError(f'{file.parent} is damaged, {file.name} holds no random numbers '
             f'({type(e).__name__}: {e}): choose another checkpoint, or copy it again') from e
@@ -664,7 +673,8 @@ def resume(trainer:Trainer, checkpoint:Path, # at update 0; a `step_N` directory
     then:Callable=bool, # called when all is read, before anything in the run's directory is changed
 )->Trainer: # at the update of the checkpoint; every rank must call
     "Restores a run; `FileNotFoundError` if the checkpoint is not complete, ValueError if it is damaged."
-    if not checked: check_checkpoint(checkpoint, dist=trainer.dist)
+    if not checked:
+        check_checkpoint(checkpoint, dist=trainer.dist)
     state = read_state(checkpoint, _RESUMED)
     _place_data(trainer, state, force)
     _load_weights(trainer, checkpoint, state, force)

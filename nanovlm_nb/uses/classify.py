@@ -69,11 +69,13 @@ def _find_column(columns:list[str], known:tuple[str,...], # of a data set; usual
     for column in known:
         if column in columns: return column
     remedy = f'rename it to one of {", ".join(known)}'
-    if 'video' in columns: remedy = 'videos are not read here, save pictures of them'
+    if 'video' in columns:
+        remedy = 'videos are not read here, save pictures of them'
     raise UsageError(f'no column with {what} among {columns}: {remedy}')
 
 # %% ../../nbs/81_uses.classify.ipynb #80ab0001
-def _label_column(ds): return _find_column(ds.column_names, LABEL_COLUMNS, 'labels')
+def _label_column(ds):
+    return _find_column(ds.column_names, LABEL_COLUMNS, 'labels')
 
 def _labels_of(ds:datasets.Dataset)->list: # a row's label: a name, or a number that has none
     "Returns the labels of a data set."
@@ -148,7 +150,8 @@ def split_pair(splits:dict[str,datasets.Dataset], # from `load_splits`
     "Returns the standard splits; where there is only one, a part of it is set aside."
     require('train' in splits, f'no split `train`: there are {", ".join(splits)}')
     for test in TEST_SPLITS:
-        if test in splits: return {'train':splits['train'], test:splits[test]}
+        if test in splits:
+            return {'train':splits['train'], test:splits[test]}
     count = len(splits['train'])
     require(0<val_share*count<=count-1,
         f'val_share {val_share} of {count} pictures leaves '
@@ -173,7 +176,8 @@ def _undecoded(ds):
     "Returns the pictures of a data set as they are kept."
     column = _find_column(ds.column_names, IMAGE_COLUMNS, 'pictures')
     kind = datasets.Image(decode=False)
-    if isinstance(ds.features[column], datasets.List): kind = datasets.List(kind)
+    if isinstance(ds.features[column], datasets.List):
+        kind = datasets.List(kind)
     return ds.select_columns([column]).cast_column(column, kind)
 
 # %% ../../nbs/81_uses.classify.ipynb #80ab0005
@@ -232,7 +236,8 @@ def load_classes(paths:list[str], val_share:float=.1, # data sets, see `load_spl
     for name,path in zip(short, paths):
         pair = split_pair(load_splits(path), val_share, seed)
         classes |= dict.fromkeys(_names_of(pair.values()))
-        for rows,(split,ds) in zip((train,val), pair.items()): rows[name,split] = ds
+        for rows,(split,ds) in zip((train,val), pair.items()):
+            rows[name,split] = ds
     names = list(classes)
     return _ClassData(names, _ClassRows(train, names), _ClassRows(val, names))
 
@@ -274,7 +279,8 @@ class _ClassSamples(VQADataset):
     def plan_row(self, row:dict)->Plan: # with 'id', 'images' (one) and 'label'; without its picture
         "Returns the plan of a sample; the head answers before the question mark."
         grids = self.grids(row)
-        if grids not in self.plans: self.plans[grids] = self._first_plan(row)
+        if grids not in self.plans:
+            self.plans[grids] = self._first_plan(row)
         plan = self.plans[grids]
         labels = np.full(len(plan.ids), IGNORE, np.int32)
         labels[-2] = row['label']
@@ -289,7 +295,8 @@ class _ClassSamples(VQADataset):
 
     def prompt(self, picture)->tuple[list[int],list[Tensor]]: # what `open_header` takes
         "Returns what the model reads before it decides: token ids up to the answer position, tiles."
-        try: sample = self.load_row(dict(id='picture', images=[picture], label=0))
+        try:
+            sample = self.load_row(dict(id='picture', images=[picture], label=0))
         except Dropped as e:
             raise UsageError(f'{picture!r:.99} cannot be read: {e.detail}') from e
         return sample['input_ids'][:-1].tolist(),sample['images']
@@ -354,7 +361,8 @@ def make_classifier(cfg:ClassConfig,
     read:bool=True, # False: weights stay in their files, see `Pretrained.read`
 )->VLMClassifier: # in training mode, on the CPU
     "Returns a classifier to train."
-    if resuming: return followed(partial(VLMClassifier, cfg)).train()
+    if resuming:
+        return followed(partial(VLMClassifier, cfg)).train()
     path = train_cfg.load_from
     if not path:
         return VLMClassifier(cfg, cfg.vlm_load_backbone_weights, read=read).train()
@@ -416,7 +424,8 @@ def plot_confusion(matrix:np.ndarray, names:list[str], # from `_confusion`; of t
         ax.set_yticks(range(count), names)
     for i,j in zip(*matrix.nonzero()):
         colour = 'white' if shares[i,j]>.5 else 'black'
-        if count<=20: ax.text(j, i, matrix[i,j], ha='center', va='center', color=colour)
+        if count<=20:
+            ax.text(j, i, matrix[i,j], ha='center', va='center', color=colour)
     return finished(fig, path)
 
 # %% ../../nbs/81_uses.classify.ipynb #562f1085
@@ -428,7 +437,8 @@ class ValidateClasses(Validate):
         "Keeps the best of an earlier start, unless it was left behind, or is another run's."
         self.labels = trainer.held_out.source.rows.answers()
         checkpoint = trainer.log.run_dir/f"step_{self.best['best_model_step']}"
-        if not on_master(trainer.dist, checkpoint.is_dir): self.best = type(self).best
+        if not on_master(trainer.dist, checkpoint.is_dir):
+            self.best = type(self).best
         super().begin(trainer)
 
     def judge(self, trainer:Trainer, batch:Batch, inputs:dict)->list[_Judged]: # see `inputs_of`
@@ -444,7 +454,8 @@ class ValidateClasses(Validate):
 
     def measure(self, trainer:Trainer)->dict[str,float]|None: # every rank calls; None: stopped, or no picture
         "Evaluates every picture once, over all ranks; `val_loss` is the mean loss."
-        def judge(batch, inputs): return self.judge(trainer, batch, inputs)
+        def judge(batch, inputs):
+            return self.judge(trainer, batch, inputs)
         judged = over_validation(trainer, judge)
         if judged is None: return None
         batches = chain.from_iterable(trainer.dist.gather(judged))
@@ -499,9 +510,11 @@ def _links(folder, wanted):
     "Lets a folder hold exactly these links."
     folder.mkdir(exist_ok=True)
     for old in folder.iterdir():
-        if old.is_symlink() and os.readlink(old).startswith('../'): old.unlink() # one of ours
+        if old.is_symlink() and os.readlink(old).startswith('../'):
+            old.unlink() # one of ours
     for name,target in wanted.items():
-        if not os.path.lexists(folder/name): (folder/name).symlink_to(target)
+        if not os.path.lexists(folder/name):
+            (folder/name).symlink_to(target)
 
 # %% ../../nbs/81_uses.classify.ipynb #f87fbdf0
 def _lay_out(run_dir:Path)->None:
@@ -572,7 +585,8 @@ def sorted_in(sections:dict, where:str='the settings')->dict[str,Any]: # section
     for written,value in _entries(sections, where, place_of):
         key = GUIDE.get(written, written)
         check_known([key], place_of, f'key in {where}')
-        if key!=written: translations.append(f'{written} in {where} is {key} here')
+        if key!=written:
+            translations.append(f'{written} in {where} is {key} here')
         require(key not in place_of[key],
             f'{where} gives {key} twice, once as {written}: leave one out')
         place_of[key][key] = value
@@ -614,7 +628,8 @@ def _start(settings):
     """Returns the configuration to begin with, the checkpoint that its weights come from, and where its
     tokenizer is looked for. What a run began with may be gone once it has a checkpoint."""
     name = settings.name
-    if name in PRESETS: return evolve(preset(name)[0], **settings.vlm),None,None
+    if name in PRESETS:
+        return evolve(preset(name)[0], **settings.vlm),None,None
     resumed = None
     if settings.train.get('resume'):
         run_dir = run_path(settings.output_dir,
@@ -656,7 +671,8 @@ _ALWAYS:dict[str,Any] = dict(train_dataset_path='labels', stream_dataset=False,
 # %% ../../nbs/81_uses.classify.ipynb #81aa0012
 def _warmup_steps(settings:Settings, updates:int)->int: # of the run
     "Returns the updates in which the learning rate rises: as asked, or a tenth of a run that is not as long."
-    if settings.warmup_steps<updates: return settings.warmup_steps
+    if settings.warmup_steps<updates:
+        return settings.warmup_steps
     return updates//10
 
 # %% ../../nbs/81_uses.classify.ipynb #81aa0004
@@ -673,7 +689,8 @@ def _train_config(settings:Settings, data:_ClassData, world_size:int, # ranks
         warmup_ratio=_warmup_steps(settings, length)/length, max_sample_length=longest,
         max_val_batches=len(data.val), num_workers=workers, val_workers=min(workers, 2),
         load_from=weights)
-    for field,key in _SAME.items(): values[field] = getattr(settings, key)
+    for field,key in _SAME.items():
+        values[field] = getattr(settings, key)
     return evolve(TrainConfig(**values), **settings.train)
 
 # %% ../../nbs/81_uses.classify.ipynb #af2705f0
@@ -710,7 +727,8 @@ class _ClassHook(Hook):
         "Writes the settings, and some lines into the log."
         settings = self.settings
         log = trainer.log
-        if trainer.dist.is_master: settings.save(log.run_dir/CLASSIFY)
+        if trainer.dist.is_master:
+            settings.save(log.run_dir/CLASSIFY)
         for line in settings.translations: log.info(line)
         counts = self.data.train.sizes|self.data.val.sizes
         sizes = ', '.join(f'{name} {count} {split}'
@@ -786,7 +804,8 @@ def _with_resume(settings:Settings, resume_from:str)->Settings: # 'checkpoint-N'
     latest = resume_from=='latest'
     require(settings.run_name or checkpoint.exists() and not latest,
         f'resume_from {resume_from}: give a path, or the run_name of the run that is meant')
-    if latest: return replace(settings, train=settings.train|dict(resume=True))
+    if latest:
+        return replace(settings, train=settings.train|dict(resume=True))
     if not checkpoint.exists():
         checkpoint = run_dir/resume_from.replace('checkpoint-', 'step_')
     require(not settings.run_name or run_of(checkpoint)==run_dir.resolve(),
@@ -819,7 +838,8 @@ def classify(config:str|None=None, model:str|None=None, # YAML file; in place of
     "Trains a classifier as a file says, on the ranks of torchrun."
     given = dict(name=model, datasets=datasets, run_name=run_name)
     settings = _asked_settings(config, given, trusted)
-    if resume_from: settings = _with_resume(settings, resume_from)
+    if resume_from:
+        settings = _with_resume(settings, resume_from)
     with process_group(settings.train.get('timeout_s', TrainConfig.timeout_s)) as (dist,
         stop):
         run_dir = classify_on(settings, dist, stop, config)

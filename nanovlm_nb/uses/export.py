@@ -72,8 +72,10 @@ def _template(cfg:VLMConfig, tokenizer:PreTrainedTokenizerBase)->str: # whose ow
     tokens = cfg.vlm_extra_tokens
     template = cfg.lm_chat_template or tokenizer.chat_template
     image = tokens['image_token']
-    if cfg.native and image in template: return template # it takes lists itself
-    if cfg.native: image = tokens['vision_start_token']+image+tokens['vision_end_token']
+    if cfg.native and image in template:
+        return template # it takes lists itself
+    if cfg.native:
+        image = tokens['vision_start_token']+image+tokens['vision_end_token']
     return AS_TEXT.replace('IMAGE', repr(image)) + template
 
 # %% ../../nbs/80_uses.export.ipynb #61584279
@@ -120,7 +122,8 @@ def write_form(model:VisionLanguageModel, folder:Path, kind:str)->None: # in `WH
     (folder/'README.md').write_text(text, encoding='utf-8')
     if not whole: return
     save_json(folder/'preprocessor_config.json', _picture_rules(cfg))
-    if not cfg.native: save_json(folder/'processor_config.json',
+    if not cfg.native:
+        save_json(folder/'processor_config.json',
               dict(processor_class='Idefics3Processor',
                   image_seq_len=cfg.mp_image_token_length))
 
@@ -143,11 +146,15 @@ def export_qwen(model:VisionLanguageModel, folder:str|Path)->None: # of `image_c
 # %% ../../nbs/80_uses.export.ipynb #3c4481dd
 def open_model(name:str|Path, kind:str='nanovlm')->VisionLanguageModel: # format to write
     "Returns what is to be exported, in eval mode: a checkpoint, a run, a hub id, or adapters of peft."
-    if (Path(name)/PEFT_CONFIG).is_file() and kind!='peft': return read_peft(name)
+    if (Path(name)/PEFT_CONFIG).is_file() and kind!='peft':
+        return read_peft(name)
     cfg = checkpoint_config(name)
-    if kind=='qwen2_5_vl': to_qwen({}, cfg) # refuses another model before a tensor is read
-    elif cfg.native and kind!='nanovlm': to_smolvlm({}, cfg) # likewise
-    if kind!='peft': return VisionLanguageModel.from_pretrained(name)
+    if kind=='qwen2_5_vl':
+        to_qwen({}, cfg) # refuses another model before a tensor is read
+    elif cfg.native and kind!='nanovlm':
+        to_smolvlm({}, cfg) # likewise
+    if kind!='peft':
+        return VisionLanguageModel.from_pretrained(name)
     folder = Path(find_checkpoint(name))
     require((folder/LORA_NOTE).is_file(),
         'it holds no adapters: format peft is for a run with lora_rank')
@@ -183,7 +190,8 @@ def pre_tokenizer(parts:dict)->str|None: # of a tokenizer, as in tokenizer.json;
     normalizer = parts['normalizer'] or dict(type='NFC')
     if model['type']!='BPE' or not model['merges'] or normalizer['type']!='NFC':
         return None
-    if model.get('dropout') or model.get('ignore_merges'): return None
+    if model.get('dropout') or model.get('ignore_merges'):
+        return None
     return next((name for name,rule in PRE_TOKENIZERS.items() if rule==steps), None)
 
 # %% ../../nbs/80_uses.export.ipynb #85a0000d
@@ -244,7 +252,8 @@ def _language_tensors(model:VisionLanguageModel, # whose decoder it is
     out = {}
     turned = ('attn_q.weight','attn_k.weight') if text_type(cfg)=='llama' else ()
     for ours,tensor in model.decoder.state_dict().items():
-        if cfg.lm_tie_weights and ours=='head.weight': continue # llama.cpp takes the embedding table
+        if cfg.lm_tie_weights and ours=='head.weight':
+            continue # llama.cpp takes the embedding table
         for name in their_names(ours, LANGUAGE_NAMES):
             out[name] = neighbours(tensor, cfg.head_width) if name.endswith(turned) else tensor
     return out
@@ -356,7 +365,8 @@ def _write_gguf(path:Path, settings:dict[str,Any], # of the file; key -> value
                           str:writer.add_string, list:writer.add_array}
     kind = {'general.file_type':_FILE_TYPES[outtype], 'general.quantization_version':2}
     for key,value in (settings|kind).items():
-        if key!='general.architecture': add[type(value)](key, value)
+        if key!='general.architecture':
+            add[type(value)](key, value)
     for name,w in tensors.items():
         array,how = _stored(name, w, outtype)
         writer.add_tensor(name, array, raw_dtype=how)
@@ -386,7 +396,8 @@ def export_model(checkpoint:str|Path, folder:str|Path, # see `open_model`; direc
     "Writes a checkpoint for other programs, and prints where."
     if kind=='gguf': need('gguf', 'gguf')
     model = open_model(checkpoint, kind)
-    if kind!='peft': standard_processor(model) # or a UsageError
+    if kind!='peft':
+        standard_processor(model) # or a UsageError
     with user_path():
         if kind=='nanovlm': model.save_pretrained(folder)
         elif kind=='peft': save_peft(model, folder)

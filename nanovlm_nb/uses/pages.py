@@ -82,7 +82,8 @@ def _respond(asker:Asker, talk:_Talk, # of this visitor; it is changed
         for piece in chat.stream(question, max_new_tokens, **sampling):
             text += piece
             yield text,None
-    except ValueError as e: return (yield f'{NOT_ANSWERED}{e}',None)
+    except ValueError as e:
+        return (yield f'{NOT_ANSWERED}{e}',None)
     if not talk.images: return
     heat = answer_heat(asker, talk.images, [*turns, dict(user=question)], text.strip())[-1]
     yield text,overlay(talk.images[-1], heat)
@@ -96,7 +97,8 @@ def _is_meant(header:str, host:str)->bool: # the header `Host`; address on which
     "Returns whether a request names this machine."
     try: name = urlsplit(f'//{header}').hostname or ''
     except ValueError: return False
-    if name in ('localhost','127.0.0.1','::1',host.lower()): return True
+    if name in ('localhost','127.0.0.1','::1',host.lower()):
+        return True
     everywhere = host in ('0.0.0.0','::')
     return everywhere and (_is_address(name) or name==socket.gethostname().lower())
 
@@ -151,9 +153,10 @@ def serve(checkpoint:str|Path, max_new_tokens:int=64, # or a run, or a hub id; o
     asker = Asker.from_checkpoint(checkpoint)
     page = _build_page(asker, f'nanovlm_nb: {checkpoint}', max_new_tokens, example)
     only_here = dict(middleware=[(_OnlyHere, (host,), {})])
-    try: _,address,_ = page.queue().launch(server_name=host, server_port=port,
-        share=False, quiet=True,
-        prevent_thread_lock=True, app_kwargs=only_here)
+    try:
+        _,address,_ = page.queue().launch(server_name=host, server_port=port,
+            share=False, quiet=True,
+            prevent_thread_lock=True, app_kwargs=only_here)
     except (OSError, OverflowError) as e:
         raise UsageError(f'port {port} of {host}: {e}; give another --port or --host') from e
     say(f'{address} shows the page, Ctrl-C ends it')
@@ -247,13 +250,17 @@ def _export_web(model:VisionLanguageModel, # with its tokenizer
     runtime = _read_runtime(web_runtime)
     rows = _offered_rows()
     with written_at_once(folder) as tmp:
-        for part in ('model','runtime','scenes'): (tmp/part).mkdir()
-        for name in PAGE_FILES: (tmp/name).write_bytes((PAGE/name).read_bytes())
-        for i,row in enumerate(rows): row['images'][0].save(tmp/'scenes'/f'{i+1}.png')
+        for part in ('model','runtime','scenes'):
+            (tmp/part).mkdir()
+        for name in PAGE_FILES:
+            (tmp/name).write_bytes((PAGE/name).read_bytes())
+        for i,row in enumerate(rows):
+            row['images'][0].save(tmp/'scenes'/f'{i+1}.png')
         save_json(tmp/'page.json',
             _page_note([row['scene'] for row in rows], model.cfg.vit_img_size))
         _write_model(model, tmp/'model')
-        for name,content in runtime.items(): (tmp/'runtime'/name).write_bytes(content)
+        for name,content in runtime.items():
+            (tmp/'runtime'/name).write_bytes(content)
         for name in LICENCES:
             shutil.copyfile(Path(onnxruntime.__file__).parent/name, tmp/'runtime'/name)
 

@@ -5,6 +5,7 @@
 The real step runs on the meta device, and each operation is written down: its arithmetic, the bytes that it reads and writes, and the block that it
 belongs to. Host and GPU are two clocks: the host asks for kernels and goes on, the GPU computes them in order at a share of its peaks.
 """
+
 import sys
 import weakref
 from functools import partial
@@ -19,32 +20,42 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from nanovlm_nb.core.fields import IGNORE
-from nanovlm_nb.core.config import change,evolve,preset
+from nanovlm_nb.core.config import change, evolve, preset
 from nanovlm_nb.core.dist import Dist
 from nanovlm_nb.model.attention import choose_backend
 from nanovlm_nb.model.flops import count_flops, known_gpu
-from nanovlm_nb.tools.plan import LikeCuda, example_batch, like_cuda, meta_net, peak_memory
+from nanovlm_nb.tools.plan import (
+    LikeCuda,
+    example_batch,
+    like_cuda,
+    meta_net,
+    peak_memory,
+)
 from nanovlm_nb.training.hooks import costs
 from nanovlm_nb.training.precision import blocks_of
 from nanovlm_nb.training.trainer import accumulate, make_trainer
-from nanovlm_nb.training.update import gather_update,tally
+from nanovlm_nb.training.update import gather_update, tally
 
 HERE = Path(__file__).resolve().parent
 PREDICTED_ON = '2026-11-24'
 CARD = 'H200'
-BANDWIDTH = 4.8e12 # bytes a second, from its data sheet
+BANDWIDTH = 4.8e12  # bytes a second, from its data sheet
 #: name -> fields of the model or the run, blocks compiled?
 ARMS: dict[str, tuple[dict, bool]] = {
     'dense mask': (dict(attn_backend='sdpa'), False),
     'varlen': (dict(attn_backend='auto'), False),
     'varlen, compiled': (dict(attn_backend='auto'), True),
-    'varlen, compiled, tiles padded': (dict(attn_backend='auto', tile_multiple=8),
-        True),
+    'varlen, compiled, tiles padded': (
+        dict(attn_backend='auto', tile_multiple=8),
+        True,
+    ),
     'varlen, compiled, batch 4': (dict(attn_backend='auto', batch_size=4), True),
 }
 LIKE_NANOVLM = 'like nanoVLM'
 WORKERS = 4, 8, 12
-CORE_S = .08/13  # of a core for a tile: a picture of 13 tiles takes 70 to 90 ms to decode, enlarge and cut
+CORE_S = (
+    0.08 / 13
+)  # of a core for a tile: a picture of 13 tiles takes 70 to 90 ms to decode, enlarge and cut
 META = torch.device('meta')
 UPDATE_BYTES = 40  # of a parameter: its norm 4, clipping 8, AdamW in one pass 28
 FOREACH_BYTES = 80  # AdamW in ten passes, as the benchmark of nanoVLM makes it
@@ -52,17 +63,20 @@ FOREACH_BYTES = 80  # AdamW in ten passes, as the benchmark of nanoVLM makes it
 
 class Rates(NamedTuple):
     "The rates that a GPU reaches, and what the host costs."
-    matmul: float = .5  # share of the arithmetic, matrix products
-    attention: float = .33  # flash attention
-    masked: float = .11  # attention with a mask
-    bandwidth: float = .7  # share of the bandwidth, everything else
+
+    matmul: float = 0.5  # share of the arithmetic, matrix products
+    attention: float = 0.33  # flash attention
+    masked: float = 0.11  # attention with a mask
+    bandwidth: float = 0.7  # share of the bandwidth, everything else
     smallest: float = 3e-6  # seconds of the smallest kernel
     ask: float = 13e-6  # seconds of the host for a kernel of the forward pass
     ask_back: float = 13e-6  # of the backward pass, where the engine asks
     view: float = 3e-6  # for a view
     launch: float = 6e-6  # for a kernel of a compiled block
     link: float = 20e9  # bytes a second from pinned memory to the GPU
-    pageable: float = 4e9  # bytes a second from other memory, the host's own copy included
+    pageable: float = (
+        4e9  # bytes a second from other memory, the host's own copy included
+    )
 
 
 RATES = Rates()
@@ -70,6 +84,7 @@ RATES = Rates()
 
 class Op(NamedTuple):
     "Something that torch was asked for."
+
     kind: str  # 'matmul', 'attention', 'masked', 'pointwise', 'copy', 'view' or 'wait'
     backward: bool
     region: int  # number of the block that it belongs to; 0: none
@@ -82,13 +97,17 @@ class Op(NamedTuple):
 
 def size_of(x: torch.Tensor) -> int:
     n = x.element_size()
-    for length, stride in zip(x.shape, x.stride()): n *= length if stride else 1
+    for length, stride in zip(x.shape, x.stride()):
+        n *= length if stride else 1
     return n
 
 
 class Census(TorchDispatchMode):
     "Writes down what torch is asked for while it is active."
-    def __init__(self, documents: int = 0):  # pairs of positions that packed attention looks at
+
+    def __init__(
+        self, documents: int = 0
+    ):  # pairs of positions that packed attention looks at
         super().__init__()
         self.ops: list[Op] = []
         self.documents = documents
@@ -97,7 +116,8 @@ class Census(TorchDispatchMode):
         self.put = 0
         self.numbers, self.nodes, self.next = weakref.WeakKeyDictionary(), {}, count(1)
 
-    def enter(self, region: int, *_): self.region = region
+    def enter(self, region: int, *_):
+        self.region = region
 
     def watch(self, net):
         "Blocks say when they begin and end."
@@ -109,24 +129,44 @@ class Census(TorchDispatchMode):
     def where(self) -> dict:
         "In the backward pass an operation belongs to the block whose forward pass made its node."
         node = torch._C._current_autograd_node()
-        adds = node is not None and not self.region and node._sequence_nr() not in self.nodes
-        self.before = self.region if node is None or self.region else self.nodes.get(node._sequence_nr(), self.before)
+        adds = (
+            node is not None
+            and not self.region
+            and node._sequence_nr() not in self.nodes
+        )
+        self.before = (
+            self.region
+            if node is None or self.region
+            else self.nodes.get(node._sequence_nr(), self.before)
+        )
         if node is None or self.region:
-            self.nodes.setdefault(torch._C._autograd._get_sequence_nr()-1, self.before)
+            self.nodes.setdefault(
+                torch._C._autograd._get_sequence_nr() - 1, self.before
+            )
         return dict(backward=node is not None, region=self.before, adds=adds)
 
     def sizes(self, tensors) -> dict[int, int]:
         "Storage -> bytes."
-        return {self.numbers.setdefault(x.untyped_storage(), next(self.next)): size_of(x) for x in tensors if x.is_meta}
+        return {
+            self.numbers.setdefault(x.untyped_storage(), next(self.next)): size_of(x)
+            for x in tensors
+            if x.is_meta
+        }
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         name = func.__name__.split('.')[0]
         where = self.where()
         inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-        if not any(x.is_meta for x in inputs) and 'meta' not in str(kwargs.get('device')):
+        if not any(x.is_meta for x in inputs) and 'meta' not in str(
+            kwargs.get('device')
+        ):
             return func(*args, **kwargs)
-        if name.strip('_') in ('index', 'index_put', 'index_put_impl') and args[1][0] is not None and args[1][0].dtype == torch.bool:
+        if (
+            name.strip('_') in ('index', 'index_put', 'index_put_impl')
+            and args[1][0] is not None
+            and args[1][0].dtype == torch.bool
+        ):
             return self.by_flags(name, *args[:3], where=where)
         out = func(*args, **kwargs)
         outputs = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
@@ -135,15 +175,25 @@ class Census(TorchDispatchMode):
         kind = kind_of(func, name, inputs, set(writes) <= set(reads))
         if kind == 'copy' and not kwargs.get('non_blocking'):
             self.ops.append(Op('wait', writes=writes, **where))
-        self.ops.append(Op(kind, flops=self.flops(func, args, kwargs, out), reads=reads,
-            writes=writes, **where))
+        self.ops.append(
+            Op(
+                kind,
+                flops=self.flops(func, args, kwargs, out),
+                reads=reads,
+                writes=writes,
+                **where,
+            )
+        )
         return out
 
     def by_flags(self, name: str, x, flags, values=None, *, where: dict):
         "The host reads how many flags are True, unless all of them get one value."
-        if values is None or values.numel() > 1: self.ops.append(Op('wait', **where))
-        if values is None: return x.new_empty(self.put, *x.shape[flags[0].ndim:])
-        if values.ndim: self.put = len(values)
+        if values is None or values.numel() > 1:
+            self.ops.append(Op('wait', **where))
+        if values is None:
+            return x.new_empty(self.put, *x.shape[flags[0].ndim :])
+        if values.ndim:
+            self.put = len(values)
         return x if name.endswith('_') else torch.empty_like(x)
 
     def flops(self, func, args, kwargs, out) -> int:
@@ -152,19 +202,38 @@ class Census(TorchDispatchMode):
         causal = given.get('is_causal') or 0 in (given.get('window_size') or ())
         if 'varlen' in func.__name__:
             q = given['query']
-            return q.shape[1]*q.shape[2]*(self.documents if causal else len(q)*given['max_q'])*(10 if 'backward' in func.__name__ else 4)
-        if func.overloadpacket not in flop_registry: return 0
-        return flop_registry[func.overloadpacket](*args, **kwargs, out_val=out)//(2
-            if causal else 1)
+            return (
+                q.shape[1]
+                * q.shape[2]
+                * (self.documents if causal else len(q) * given['max_q'])
+                * (10 if 'backward' in func.__name__ else 4)
+            )
+        if func.overloadpacket not in flop_registry:
+            return 0
+        return flop_registry[func.overloadpacket](*args, **kwargs, out_val=out) // (
+            2 if causal else 1
+        )
 
 
 def kind_of(func, name: str, inputs: list, same: bool) -> str:
     if 'attention' in name or 'varlen' in name:
         return 'masked' if 'efficient' in name else 'attention'
-    if func.overloadpacket in flop_registry: return 'matmul'
-    if name == '_to_copy' and not inputs[0].is_meta or name == 'copy_' and not inputs[-1].is_meta:
+    if func.overloadpacket in flop_registry:
+        return 'matmul'
+    if (
+        name == '_to_copy'
+        and not inputs[0].is_meta
+        or name == 'copy_'
+        and not inputs[-1].is_meta
+    ):
         return 'copy'
-    return 'view' if same and not func._schema.is_mutable or name.startswith(('empty', 'new_empty')) else 'pointwise'
+    return (
+        'view'
+        if same
+        and not func._schema.is_mutable
+        or name.startswith(('empty', 'new_empty'))
+        else 'pointwise'
+    )
 
 
 def fuse(ops: list[Op]) -> list[Op]:
@@ -173,58 +242,70 @@ def fuse(ops: list[Op]) -> list[Op]:
     out = []
     run = []
     for i, o in enumerate(ops):
-        if o.region and o.kind == 'view': continue
+        if o.region and o.kind == 'view':
+            continue
         joins = o.region and o.kind == 'pointwise' and not o.adds
-        if run and not (joins
-            and (o.region, o.backward) == (run[0][1].region, run[0][1].backward)):
+        if run and not (
+            joins and (o.region, o.backward) == (run[0][1].region, run[0][1].backward)
+        ):
             out, run = [*out, joined(run, last)], []
-        if joins: run.append((i, o))
-        else: out.append(o._replace(compiled=bool(o.region) and not o.adds))
-    return out+([joined(run, last)] if run else [])
+        if joins:
+            run.append((i, o))
+        else:
+            out.append(o._replace(compiled=bool(o.region) and not o.adds))
+    return out + ([joined(run, last)] if run else [])
 
 
 def joined(run: list, last: dict) -> Op:
     written = {s for _, o in run for s in o.writes}
     end = run[-1][0]
     reads = {s: n for _, o in run for s, n in o.reads.items() if s not in written}
-    writes = {s: n for _, o in run for s, n in o.writes.items()
-        if last.get(s, end+1) > end}
+    writes = {
+        s: n for _, o in run for s, n in o.writes.items() if last.get(s, end + 1) > end
+    }
     return run[0][1]._replace(flops=0, reads=reads, writes=writes, compiled=True)
 
 
 def kernel_seconds(o: Op) -> float:
     "The roofline: the slower of arithmetic and memory."
-    if o.kind in ('view', 'wait', 'copy'): return 0.
-    moved = sum(o.reads.values())+sum(o.writes.values())
-    return max(RATES.smallest,
-        o.flops/(known_gpu(CARD).tflops*1e12*getattr(RATES, o.kind, RATES.matmul)),
-               moved/(BANDWIDTH*RATES.bandwidth))
+    if o.kind in ('view', 'wait', 'copy'):
+        return 0.0
+    moved = sum(o.reads.values()) + sum(o.writes.values())
+    return max(
+        RATES.smallest,
+        o.flops
+        / (known_gpu(CARD).tflops * 1e12 * getattr(RATES, o.kind, RATES.matmul)),
+        moved / (BANDWIDTH * RATES.bandwidth),
+    )
 
 
 def host_seconds(o: Op) -> float:
-    if o.kind == 'wait': return sum(o.writes.values())/RATES.pageable
-    if o.kind == 'view': return RATES.view
+    if o.kind == 'wait':
+        return sum(o.writes.values()) / RATES.pageable
+    if o.kind == 'view':
+        return RATES.view
     return RATES.launch if o.compiled else RATES.ask_back if o.backward else RATES.ask
 
 
 def two_clocks(ops: list[Op]) -> tuple[float, float]:
     "Seconds until host and GPU are done, and those in which the GPU computes."
-    host = gpu = busy = 0.
+    host = gpu = busy = 0.0
     for o in ops:
         host += host_seconds(o)
-        if o.kind == 'wait': host = max(host, gpu)
+        if o.kind == 'wait':
+            host = max(host, gpu)
         elif seconds := kernel_seconds(o):
-            gpu, busy = max(gpu, host)+seconds, busy+seconds
+            gpu, busy = max(gpu, host) + seconds, busy + seconds
     return max(host, gpu), busy
 
 
 def masked_block(block, x, cos, sin, mask):
     "A block whose attention adds a mask to the scores."
     q, k, v = block.attn.heads(block.norm1(x), cos, sin)
-    k, v = (y.repeat_interleave(q.shape[1]//k.shape[1], 1) for y in (k, v))
+    k, v = (y.repeat_interleave(q.shape[1] // k.shape[1], 1) for y in (k, v))
     mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask.to(q.dtype))
-    x = x+block.attn.out_proj(mixed.transpose(1, 2).flatten(2))
-    return x+block.mlp(block.norm2(x))
+    x = x + block.attn.out_proj(mixed.transpose(1, 2).flatten(2))
+    return x + block.mlp(block.norm2(x))
 
 
 def nanovlm_loss(net, input_ids, tiles, attention_mask, targets) -> torch.Tensor:
@@ -234,11 +315,16 @@ def nanovlm_loss(net, input_ids, tiles, attention_mask, targets) -> torch.Tensor
     seen = net.MP(net.vision_encoder(tiles.to(input_ids.device)))
     x = decoder.token_embedding(input_ids).clone()
     x[input_ids == net.cfg.image_token_id] = seen.flatten(0, 1).to(x.dtype)
-    allowed = torch.ones(T, T, dtype=torch.bool, device=x.device).tril() & attention_mask.bool()[:, None, None]
-    mask = torch.zeros(allowed.shape, device=x.device).masked_fill(~allowed,
-        torch.finfo(torch.float32).min)
+    allowed = (
+        torch.ones(T, T, dtype=torch.bool, device=x.device).tril()
+        & attention_mask.bool()[:, None, None]
+    )
+    mask = torch.zeros(allowed.shape, device=x.device).masked_fill(
+        ~allowed, torch.finfo(torch.float32).min
+    )
     cos, sin = decoder.rotary_embd(torch.arange(T, device=x.device)[None])
-    for block in decoder.blocks: x = masked_block(block, x, cos, sin, mask)
+    for block in decoder.blocks:
+        x = masked_block(block, x, cos, sin, mask)
     scores = decoder.head(decoder.norm(x))
     return F.cross_entropy(scores.flatten(0, 1), targets.flatten(), ignore_index=IGNORE)
 
@@ -246,43 +332,57 @@ def nanovlm_loss(net, input_ids, tiles, attention_mask, targets) -> torch.Tensor
 def nanovlm_step(cfg, rows: int, tokens: int, tiles: int) -> list[Op]:
     "The operations of a step as nanoVLM makes it."
     net = meta_net(cfg, evolve(preset('nanovlm')[1], tile_multiple=1))
-    for p in net.parameters(): p.grad = None
+    for p in net.parameters():
+        p.grad = None
     census = Census().watch(net)
     for i, block in enumerate(net.decoder.blocks, 1000):
         block.norm1.register_forward_pre_hook(partial(census.enter, i))
     net.decoder.norm.register_forward_pre_hook(partial(census.enter, 0))
-    pixels = torch.zeros(1, 1, 1, 1).expand(rows*tiles, 3, *[cfg.vit_img_size]*2)
+    pixels = torch.zeros(1, 1, 1, 1).expand(rows * tiles, 3, *[cfg.vit_img_size] * 2)
     ids = torch.empty(rows, tokens, dtype=torch.long, device=META)
-    with census, LikeCuda(): loss = nanovlm_loss(net, ids, pixels, ids, ids)
-    with census: loss.backward()
+    with census, LikeCuda():
+        loss = nanovlm_loss(net, ids, pixels, ids, ids)
+    with census:
+        loss.backward()
     return census.ops
 
 
 def our_step(model, run, batch) -> tuple[list[Op], int]:
     "The operations of a micro-batch as the trainer makes it, to which others have been added; FLOPs that its answer needs."
-    run = evolve(run, dtype='bfloat16', compile=False,
-        tile_multiple=run.tile_multiple or 8)
+    run = evolve(
+        run, dtype='bfloat16', compile=False, tile_multiple=run.tile_multiple or 8
+    )
     net = like_cuda(meta_net(model, run))
     trainer = make_trainer(net, run, [], [], dist=Dist(device=META))
     choose_backend(model.attn_backend, True, 'meta', torch.bfloat16)  # tries it, once
     update = gather_update([batch], trainer.dist)
     d = tally(batch)
-    census = Census(sum(n*(n+1)//2 for row in batch['doc_lens'] for n in row)).watch(net)
-    with census: accumulate(trainer, update)
-    return census.ops, count_flops(costs(trainer), d['tiles'], d['tokens'], d['pairs'],
-        d['targets'])
+    census = Census(
+        sum(n * (n + 1) // 2 for row in batch['doc_lens'] for n in row)
+    ).watch(net)
+    with census:
+        accumulate(trainer, update)
+    return census.ops, count_flops(
+        costs(trainer), d['tiles'], d['tokens'], d['pairs'], d['targets']
+    )
 
 
 def of_arm(name: str, seconds: float, tokens: int, useful: float) -> dict:
-    return {f'{name}: ms of a micro-batch': 1e3*seconds,
-        f'{name}: tokens/s': tokens/seconds,
-            f'{name}: MFU': useful/seconds/(known_gpu(CARD).tflops*1e12)}
+    return {
+        f'{name}: ms of a micro-batch': 1e3 * seconds,
+        f'{name}: tokens/s': tokens / seconds,
+        f'{name}: MFU': useful / seconds / (known_gpu(CARD).tflops * 1e12),
+    }
 
 
 def predict(model, run) -> dict:
     "Figure -> what is expected, under the names that `measure.figures` gives to what is measured."
     found = {}
-    update = UPDATE_BYTES*sum(p.numel() for p in meta_net(model, run).parameters())/(BANDWIDTH*RATES.bandwidth)
+    update = (
+        UPDATE_BYTES
+        * sum(p.numel() for p in meta_net(model, run).parameters())
+        / (BANDWIDTH * RATES.bandwidth)
+    )
     for name, (how, compiled) in ARMS.items():
         v, c = change(model, run, how)
         batch = example_batch(v, c.batch_size)
@@ -291,49 +391,89 @@ def predict(model, run) -> dict:
         (seconds, busy) = two_clocks(fuse(ops) if compiled else ops)
         found |= of_arm(name, seconds, d['tokens'], useful)
         if name == 'varlen':
-            found |= waiting(d['tiles']/seconds) | {'update beyond its micro-batch, ms': 1e3*update, 'waits inside a micro-batch': sum(o.kind == 'wait' for o in ops)}
+            found |= waiting(d['tiles'] / seconds) | {
+                'update beyond its micro-batch, ms': 1e3 * update,
+                'waits inside a micro-batch': sum(o.kind == 'wait' for o in ops),
+            }
         if name == 'varlen, compiled':
-            found['card busy, share of the wall clock'] = (busy+update)/(seconds+update)
-        if name == 'varlen': theirs = of_arm(LIKE_NANOVLM,
-                                             two_clocks(nanovlm_step(v, c.batch_size, v.lm_max_length, d['tiles']//c.batch_size))[0], d['tokens'], useful)
+            found['card busy, share of the wall clock'] = (busy + update) / (
+                seconds + update
+            )
+        if name == 'varlen':
+            theirs = of_arm(
+                LIKE_NANOVLM,
+                two_clocks(
+                    nanovlm_step(
+                        v, c.batch_size, v.lm_max_length, d['tiles'] // c.batch_size
+                    )
+                )[0],
+                d['tokens'],
+                useful,
+            )
     found |= theirs
     for rows in (1, 2, 4):
-        found[f'peak memory, {rows} packs, GiB'] = peak_memory(model, evolve(run, batch_size=rows), example_batch(model, rows)).total()/2**30
-    return found | {'two packs against the arm like nanoVLM': found[f'{LIKE_NANOVLM}: ms of a micro-batch']/found['varlen, compiled: ms of a micro-batch']}
+        found[f'peak memory, {rows} packs, GiB'] = (
+            peak_memory(
+                model, evolve(run, batch_size=rows), example_batch(model, rows)
+            ).total()
+            / 2**30
+        )
+    return found | {
+        'two packs against the arm like nanoVLM': found[
+            f'{LIKE_NANOVLM}: ms of a micro-batch'
+        ]
+        / found['varlen, compiled: ms of a micro-batch']
+    }
 
 
 def waiting(tiles_per_second: float) -> dict:
     "The share of the time that waits for pictures, if each loader worker has a core."
-    return {f'waiting for data, {n} workers': max(0., 1-n/(CORE_S*tiles_per_second))
-        for n in WORKERS}
+    return {
+        f'waiting for data, {n} workers': max(0.0, 1 - n / (CORE_S * tiles_per_second))
+        for n in WORKERS
+    }
 
 
 def shown(x) -> str:
-    if x is None: return '-'
-    return f'{x:.0f}' if abs(x) >= 100 or x == 0 or float(x).is_integer() else f'{x:.3g}'
+    if x is None:
+        return '-'
+    return (
+        f'{x:.0f}' if abs(x) >= 100 or x == 0 or float(x).is_integer() else f'{x:.3g}'
+    )
 
 
 def page(found: dict, model, run) -> str:
     "PREDICTED.md."
     rates = ', '.join(f'{k} {v:g}' for k, v in RATES._asdict().items())
     d = tally(example_batch(model, 2))
-    return '\n'.join([
-        f'# What is expected of one {CARD}', '',
-        f'Written on {PREDICTED_ON}, before anything of this was measured, by `python tests/gpu/predict.py`. What was measured since then stands in RESULTS.md, beside these figures.', '',
-        f"The micro-batch: 2 packs of {model.lm_max_length} positions, {d['tokens']} tokens, {d['tiles']} tiles, {d['targets']} targets; the preset `nanovlm`, bfloat16, all parts learn; batch 4 has twice as much. "
-        f'On a GPU the tiles of a micro-batch are filled up with blank ones to a multiple of {run.tile_multiple or 8}, and these are computed too. '
-        f'Data are there when they are asked for; a tile takes {1e3*CORE_S:.1f} ms of a core, and each loader worker has one.', '',
-        f'Assumed of the card and its host (`Rates` in `tests/gpu/predict.py` says what each means): {rates}. They fit sixteen published times of an H200 within 25 %. So a figure here that misses by more than 25 % says something new. '
-        'Not foreseen: what a compiler saves by computing cheap things twice, kernels that are much better or worse than their kind, other programs on the machine.', '',
-        '| figure | predicted |', '|---|---|',
-        *(f'| {name} | {shown(x)} |' for name, x in found.items()), ''])
+    return '\n'.join(
+        [
+            f'# What is expected of one {CARD}',
+            '',
+            f'Written on {PREDICTED_ON}, before anything of this was measured, by `python tests/gpu/predict.py`. What was measured since then stands in RESULTS.md, beside these figures.',
+            '',
+            f"The micro-batch: 2 packs of {model.lm_max_length} positions, {d['tokens']} tokens, {d['tiles']} tiles, {d['targets']} targets; the preset `nanovlm`, bfloat16, all parts learn; batch 4 has twice as much. "
+            f'On a GPU the tiles of a micro-batch are filled up with blank ones to a multiple of {run.tile_multiple or 8}, and these are computed too. '
+            f'Data are there when they are asked for; a tile takes {1e3 * CORE_S:.1f} ms of a core, and each loader worker has one.',
+            '',
+            f'Assumed of the card and its host (`Rates` in `tests/gpu/predict.py` says what each means): {rates}. They fit sixteen published times of an H200 within 25 %. So a figure here that misses by more than 25 % says something new. '
+            'Not foreseen: what a compiler saves by computing cheap things twice, kernels that are much better or worse than their kind, other programs on the machine.',
+            '',
+            '| figure | predicted |',
+            '|---|---|',
+            *(f'| {name} | {shown(x)} |' for name, x in found.items()),
+            '',
+        ]
+    )
 
 
 def read_page(path: Path) -> dict:
     "The figures of PREDICTED.md."
-    rows = [line.strip('| \n').split(' | ')
+    rows = [
+        line.strip('| \n').split(' | ')
         for line in path.read_text(encoding='utf-8').splitlines()
-        if line.startswith('|')]
+        if line.startswith('|')
+    ]
     return {r[0]: float(r[1]) for r in rows[2:]}
 
 
