@@ -34,10 +34,8 @@ DENSITY = dict(
         width=45, wide=84, tuples=1.3, comprehensions=54, ternaries=11, walrus=2.5
     ),
 )
-OVER_40, SHOWING = (
-    0.05,
-    0.90,
-)  # cells that define more than 40 lines, at most; visible cells that show something, at least
+OVER_40 = 0.055  # share of the cells that define more than 40 lines, at most
+SHOWING = 0.90  # share of the visible cells that show something, at least
 
 
 def docstring_lines(tree: ast.Module) -> set[int]:
