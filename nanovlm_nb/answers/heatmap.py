@@ -89,8 +89,9 @@ class Heat:
     def draw(self, width:int, height:int)->Tensor: # (height, width)
         "Returns the sum of all spots."
         parts = [p for p in (self.whole,self.tiles) if p is not None]
-        return sum(_spots(height, p.shape[0]) @ p @ _spots(width, p.shape[1]).T
-            for p in parts)
+        return sum(
+            _spots(height, p.shape[0]) @ p @ _spots(width, p.shape[1]).T for p in parts
+        )
 
 # %% ../../nbs/57_answers.heatmap.ipynb #311f1677
 def default_blocks(n:int)->list[int]: # blocks of the decoder; numbers of blocks
@@ -118,8 +119,9 @@ def answer_heat(asker:Asker, images:Sequence[Image.Image], # pictures, one or mo
     with _record_attention(model.decoder, blocks, rows) as recorded:
         model.decoder(model.embed(ids, tiles, layout), layout)
     taken = torch.stack([recorded[block][0] for block in blocks]).mean((0,1,2))[slots].cpu()
-    per_picture = taken.split([tile.shape[:-3].numel()*cfg.mp_image_token_length
-        for tile in tiles])
+    per_picture = taken.split(
+        [tile.shape[:-3].numel()*cfg.mp_image_token_length for tile in tiles]
+    )
     heats = []
     for values,image in zip(per_picture, images):
         grid = asker.image_processor.grid(*image_size(image))
@@ -135,8 +137,9 @@ def overlay(image:Image.Image, heat:Heat, # from `answer_heat`
     scale = longest/max(image.size)
     width,height = (max(1, round(side*scale)) for side in image.size)
     hot = heat.draw(width, height).numpy()
-    colour = colormaps['inferno']((hot-hot.min())/max(float(np.ptp(hot)), 1e-12))[...,
-        :3]
+    colour = colormaps['inferno']((hot-hot.min())/max(float(np.ptp(hot)), 1e-12))[
+        ...,:3
+    ]
     mixed = .4*np.asarray(image.resize((width,height)), dtype=float)+.6*255*colour
     out = Image.fromarray(mixed.round().astype(np.uint8))
     pen = ImageDraw.Draw(out)

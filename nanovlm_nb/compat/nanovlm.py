@@ -16,9 +16,20 @@ from torch.utils.data import IterableDataset,get_worker_info
 from transformers import PreTrainedTokenizerBase
 
 from ..core.config import TrainConfig,VLMConfig,get_run_name
-from ..core.dist import (destroy_dist,dist_gather,dist_mean_scalar,
-    get_rank,get_world_size,init_dist,
-    is_dist,is_master,seed_worker,synchronized_dataloader_step,this_rank,wrap_model)
+from nanovlm_nb.core.dist import (
+    destroy_dist,
+    dist_gather,
+    dist_mean_scalar,
+    get_rank,
+    get_world_size,
+    init_dist,
+    is_dist,
+    is_master,
+    seed_worker,
+    synchronized_dataloader_step,
+    this_rank,
+    wrap_model
+)
 from ..core.tokenizer import get_tokenizer
 from ..core.usage import require
 from ..data.drops import Dropped,Drops,logger
@@ -63,8 +74,9 @@ class ConstantLengthDataset(IterableDataset):
             self.source = StreamSource(dict(default=rows))
         else: self.source = MapSource(rows, shuffle=False)
         pad_id = dataset.tokenizer.pad_token_id
-        self.rules = PackRules(seq_length, pad_id, max_images_per_knapsack,
-            window=num_of_sequences)
+        self.rules = PackRules(
+            seq_length, pad_id, max_images_per_knapsack, window=num_of_sequences
+        )
         self.infinite = infinite
         self.epoch = 0
 
@@ -97,8 +109,10 @@ class ConstantLengthDataset(IterableDataset):
             for count_of_packs,packed in enumerate(self._epoch(epoch), 1):
                 yield packed
             if not self.infinite: return
-            require(count_of_packs,
-                f'no sample can be packed: {self.drops.blame or "there are no rows"}')
+            require(
+                count_of_packs,
+                f'no sample can be packed: {self.drops.blame or "there are no rows"}'
+            )
 
 # %% ../../nbs/77_compat.nanovlm.ipynb #71c0a00e
 class VQACollator:
@@ -113,8 +127,9 @@ class VQACollator:
         pad_id = self.tokenizer.pad_token_id
         for item in items:
             if item is None: continue
-            packs.append(item
-                if 'doc_lens' in item else pack([item], self.max_length, pad_id))
+            packs.append(
+                item if 'doc_lens' in item else pack([item], self.max_length, pad_id)
+            )
         return collate_packs(packs, self.tokenizer.image_token_id) if packs else None
 
 # %% ../../nbs/77_compat.nanovlm.ipynb #71c0a017

@@ -45,9 +45,11 @@ def _pixel_tensor(picture:Image.Image|bytes|str|Path, # whatever `open_image` ta
     pixels = torch.as_tensor(pixels)
     if pixels.ndim == 4 and len(pixels) == 1:
         pixels = pixels[0]
-    require(pixels.ndim == 3 and len(pixels) == 3,
+    require(
+        pixels.ndim == 3 and len(pixels) == 3,
         f'preprocess makes {tuple(pixels.shape)} of a picture: '
-        'it must give one tensor (3, H, W)')
+        'it must give one tensor (3, H, W)'
+    )
     return pixels
 
 # %% ../../nbs/76_compat.padded.ipynb #3be7d59b
@@ -76,12 +78,15 @@ class VLMDataset(Dataset):
         self.image_ids = tokenizer.encode(image_special_token, add_special_tokens=False)
         self.frames = answer_frames(tokenizer)
         self.special = special_pattern(tokenizer)
-        require(tokenizer.pad_token_id is not None,
-            'the tokenizer has no pad_token: set it, to eos_token for example')
+        require(
+            tokenizer.pad_token_id is not None,
+            'the tokenizer has no pad_token: set it, to eos_token for example'
+        )
         self.no_pixels = _pixel_tensor(Image.new('RGB', (64, 64)), preprocess)[None][:0]
         try:
-            self.encode(dict(id='', images=[None],
-                texts=[dict(user=MARK+'\n', assistant='')]))
+            self.encode(
+                dict(id='', images=[None], texts=[dict(user=MARK+'\n', assistant='')])
+            )
         except Dropped as d:
             raise UsageError(f'not even a picture alone can be used: {d.detail}') from d
 
@@ -96,19 +101,26 @@ class VLMDataset(Dataset):
         pictures = [self.image_special_token]*count
         texts, _ = number_marks(row['texts'], count) # where they are, at the beginning and at the end too
         try:
-            ids, labels = encode_chat(self.tokenizer, texts, pictures, True,
-                self.frames, self.special)
+            ids, labels = encode_chat(
+                self.tokenizer, texts, pictures, True, self.frames, self.special
+            )
         except UsageError as e:
             raise Dropped(row['id'], 'template', str(e)) from e
         runs = _count_runs(ids, self.image_ids)
         if runs != count:
-            raise Dropped(row['id'], 'placeholders',
+            raise Dropped(
+                row['id'],
+                'placeholders',
                 f'{runs} runs of placeholders for {count} pictures: '
-                'take a special token as image_special_token')
+                'take a special token as image_special_token'
+            )
         if (labels[:length-1] == IGNORE).all() or _count_runs(ids[:length], self.image_ids) < count:
-            raise Dropped(row['id'], 'too_long',
+            raise Dropped(
+                row['id'],
+                'too_long',
                 f'of {len(ids)} tokens, {length} hold no answer '
-                'or not all pictures: raise max_length')
+                'or not all pictures: raise max_length'
+            )
         return ids, labels
 
     def pixels(self, row:dict)->Tensor: # from `to_row`; (pictures, 3, H, W)
@@ -153,9 +165,15 @@ def jsonl_loader(dataset:VLMDataset, # or any data set of such items
     if dist.world_size > 1:
         sampler = DistributedSampler(dataset, dist.world_size, dist.rank, shuffle, seed)
     if num_workers is None: num_workers = cores_of_rank()
-    return DataLoader(dataset, batch_size, sampler=sampler,
+    return DataLoader(
+        dataset,
+        batch_size,
+        sampler=sampler,
         shuffle=shuffle and not sampler,
-        drop_last=False, collate_fn=collate_items, num_workers=num_workers,
+        drop_last=False,
+        collate_fn=collate_items,
+        num_workers=num_workers,
         worker_init_fn=seed_worker,
         pin_memory=dist.device.type == 'cuda',
-        generator=torch.Generator().manual_seed(seed))
+        generator=torch.Generator().manual_seed(seed)
+    )

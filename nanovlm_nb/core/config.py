@@ -26,20 +26,28 @@ from .fields import OneName,Place,Pos,PosF,Rank,Schedule,Seconds,Seed,Share,Text
 from .fields import Tokens,Vocabulary,Waiting
 
 # %% ../../nbs/03_core.config.ipynb #73fec314
-CHAT_TEMPLATE = ("{% for message in messages %}{{'<|im_start|>' + "
-                 "message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n'}}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}")
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{'<|im_start|>' + "
+    "message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n'}}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
 
 def image_tokens(convention:str='nanovlm')->dict[str,str]: # of `image_convention`; those of transformers
     "Returns name -> token: an image token, the whole picture, tiles of a grid, what stands around them."
     if convention=='qwen':
-        return {'image_token':'<|image_pad|>', 'vision_start_token':'<|vision_start|>',
-        'vision_end_token':'<|vision_end|>', 'video_token':'<|video_pad|>'}
+        return {
+            'image_token':'<|image_pad|>',
+            'vision_start_token':'<|vision_start|>',
+            'vision_end_token':'<|vision_end|>',
+            'video_token':'<|video_pad|>'
+        }
     grid = {f'r{i}c{j}':f'<row_{i}_col_{j}>' for i,j in product(range(1,9), repeat=2)}
     if convention=='nanovlm':
         return {'image_token':'<|image|>', 'global_image_token':'<|global_image|>'} | grid
-    fixed = {'fake_image_token':'<fake_token_around_image>',
-        'end_of_utterance_token':'<end_of_utterance>'}
+    fixed = {
+        'fake_image_token':'<fake_token_around_image>',
+        'end_of_utterance_token':'<end_of_utterance>'
+    }
     return {'image_token':'<image>', 'global_image_token':'<global-img>'} | grid | fixed
 
 # %% ../../nbs/03_core.config.ipynb #8b05fcb5
@@ -170,8 +178,11 @@ class VLMConfig(Config):
     def backbones(self)->dict[str,str]: # 'vit' and 'lm', or one of them, or none
         "Names of the backbones whose weights a new model takes."
         names = dict(vit=self.vit_model_type, lm=self.lm_model_type)
-        return {part:name for part,name in names.items() if name
-            and self.vlm_load_backbone_weights}
+        return {
+            part:name
+            for part,name in names.items()
+            if name and self.vlm_load_backbone_weights
+        }
 
     @property
     def image_token_id(self)->int:
@@ -181,15 +192,20 @@ class VLMConfig(Config):
     def derived(self)->dict[str,Any]:
         "Returns the values of the fields that may be left out."
         extra = len(self.vlm_extra_tokens)
-        return dict(vit_inter_dim=4*self.vit_hidden_dim, extra_token_amount=extra,
+        return dict(
+            vit_inter_dim=4*self.vit_hidden_dim,
+            extra_token_amount=extra,
             lm_vocab_size=self.lm_base_vocab_size+extra,
-            mp_image_token_length=(self.patches_per_side//self.mp_pixel_shuffle_factor)**2)
+            mp_image_token_length=(self.patches_per_side//self.mp_pixel_shuffle_factor)
+            **2
+        )
 
     def unwritten(self)->set[str]:
         "Returns the names of fields that nanoVLM does not know and that make no other model."
         usual = VLMConfig()
-        return {n for n in OWN_FIELDS if n in OF_RUN
-            or getattr(self, n)==getattr(usual, n)}
+        return {
+            n for n in OWN_FIELDS if n in OF_RUN or getattr(self, n)==getattr(usual, n)
+        }
 
     def check(self)->None:
         "Fills in what follows, and raises a UsageError where numbers contradict each other."
@@ -211,8 +227,11 @@ def _sizes_divide(c):
     "Heads, patches, tiles and groups: conditions, and what to say."
     side = c.patches_per_side
     factors = ', '.join(str(n) for n in range(1, side+1) if side%n==0)
-    pairs = [('vit_hidden_dim','vit_n_heads'), ('max_img_size','vit_img_size'),
-        ('lm_n_heads','lm_n_kv_heads')]
+    pairs = [
+        ('vit_hidden_dim','vit_n_heads'),
+        ('max_img_size','vit_img_size'),
+        ('lm_n_heads','lm_n_kv_heads')
+    ]
     if not c.lm_head_dim:
         pairs.append(('lm_hidden_dim','lm_n_heads'))
     numbers = [(n, getattr(c, n), by, getattr(c, by)) for n,by in pairs]
@@ -237,13 +256,17 @@ def _sizes_divide(c):
 def _tokens_suffice(c):
     "The same for tokens, and for values that follow from others."
     n = c.max_img_size//c.vit_img_size
-    around = dict(nanovlm=[], smolvlm=['fake_image_token','global_image_token'],
-                  qwen=['vision_start_token','vision_end_token'])
+    around = dict(
+        nanovlm=[],
+        smolvlm=['fake_image_token','global_image_token'],
+        qwen=['vision_start_token','vision_end_token']
+    )
     grid = (f'r{k//n+1}c{k%n+1}' for k in range(n*n if n>1 else 0))
     needed = chain(['image_token'], around[c.image_convention], grid)
     missing = [*islice((t for t in needed if t not in c.vlm_extra_tokens), 3)] # of a huge n, not all n x n
-    follow = [(n, getattr(c, n), v) for n,v in c.derived().items()
-        if n!='vit_inter_dim']
+    follow = [
+        (n, getattr(c, n), v) for n,v in c.derived().items() if n!='vit_inter_dim'
+    ]
     return [
         (not missing,
             f"vlm_extra_tokens has no {', '.join(missing)}, needed for {n} x {n} tiles with "
@@ -478,8 +501,9 @@ class TrainConfig(Config):
     @property
     def length(self)->Length:
         "How long the run is."
-        return Length(self.max_training_steps, self.max_training_samples,
-            self.max_epochs)
+        return Length(
+            self.max_training_steps, self.max_training_samples, self.max_epochs
+        )
 
     @property
     def lr_backbone_pair(self)->tuple[float,float]:
@@ -498,8 +522,9 @@ class TrainConfig(Config):
     def check(self)->None:
         "Raises a UsageError where settings contradict each other."
         vars(self)['max_grad_norm'] = self.max_grad_norm or None # a norm of 0 leaves nothing of the gradient
-        check_known(self.trackers, ['wandb','trackio','tensorboard','none','auto'],
-            'tracker')
+        check_known(
+            self.trackers, ['wandb','trackio','tensorboard','none','auto'], 'tracker'
+        )
         for ok,message in (*_sizes_fit(self), *_parts_fit(self)):
             require(ok, message)
 
@@ -558,17 +583,24 @@ def check_configs(vlm_cfg:VLMConfig, train_cfg:TrainConfig)->None:
     most = vlm_cfg.lm_max_length
     picture = vlm_cfg.mp_image_token_length+1
     lanes = train_cfg.batch_size*train_cfg.gradient_accumulation_steps
-    require(length<=most,
-        f'max_sample_length {length} > lm_max_length {most}: lower it, or raise that')
-    require(picture<length,
-        f'a picture takes {picture} tokens, max_sample_length is {length}: raise it')
+    require(
+        length<=most,
+        f'max_sample_length {length} > lm_max_length {most}: lower it, or raise that'
+    )
+    require(
+        picture<length,
+        f'a picture takes {picture} tokens, max_sample_length is {length}: raise it'
+    )
     require(not (vlm_cfg.native and train_cfg.cache_features),
         'cache_features keeps the features of single '
         'tiles, but with image_convention qwen a tile sees the whole picture: set cache_features to False')
     for name in ('num_workers','val_workers'):
         n = getattr(train_cfg, name) or 0
-        require(n<=lanes, f'{name} {n} > {lanes} packs of a rank in an update '
-            f'(batch_size x gradient_accumulation_steps): lower {name}')
+        require(
+            n<=lanes,
+            f'{name} {n} > {lanes} packs of a rank in an update '
+            f'(batch_size x gradient_accumulation_steps): lower {name}'
+        )
 
 # %% ../../nbs/03_core.config.ipynb #36752380
 FIELDS = {f.name:f for f in (*fields(VLMConfig), *fields(TrainConfig))} # of both, by name
@@ -640,47 +672,104 @@ def resume_rule(name:str, cls:type[Config]=Config)->tuple[str,str]|None:
     return (REFUSED,'the model would be another') if of_model else (FINE,'')
 
 # %% ../../nbs/03_core.config.ipynb #740f2258
-_SHAPES_VLM = dict(vit_hidden_dim=64, vit_patch_size=8, vit_img_size=64, vit_n_heads=4,
+_SHAPES_VLM = dict(
+    vit_hidden_dim=64,
+    vit_patch_size=8,
+    vit_img_size=64,
+    vit_n_heads=4,
     vit_n_blocks=1,
-    vit_model_type='shapes-vit', lm_hidden_dim=128, lm_inter_dim=384,
+    vit_model_type='shapes-vit',
+    lm_hidden_dim=128,
+    lm_inter_dim=384,
     lm_max_position_embeddings=1024,
-    lm_base_vocab_size=448, lm_n_heads=4, lm_n_kv_heads=2, lm_n_blocks=2,
+    lm_base_vocab_size=448,
+    lm_n_heads=4,
+    lm_n_kv_heads=2,
+    lm_n_blocks=2,
     lm_max_length=512,
-    lm_model_type='shapes-lm', lm_tokenizer='shapes', mp_pixel_shuffle_factor=2,
+    lm_model_type='shapes-lm',
+    lm_tokenizer='shapes',
+    mp_pixel_shuffle_factor=2,
     max_img_size=64,
-    vlm_load_backbone_weights=False, hf_repo_name=None, init_std=.088)
-_SHAPES_TRAIN = dict(lr_mp=6e-4, lr_vision_backbone=6e-4, lr_language_backbone=6e-4,
+    vlm_load_backbone_weights=False,
+    hf_repo_name=None,
+    init_std=.088
+)
+_SHAPES_TRAIN = dict(
+    lr_mp=6e-4,
+    lr_vision_backbone=6e-4,
+    lr_language_backbone=6e-4,
     betas=[.9,.99],
-    lr_schedule='wsd', min_lr_ratio=.02, batch_size=2, gradient_accumulation_steps=1,
-    max_training_steps=1500, train_dataset_path='shapes', stream_dataset=False,
+    lr_schedule='wsd',
+    min_lr_ratio=.02,
+    batch_size=2,
+    gradient_accumulation_steps=1,
+    max_training_steps=1500,
+    train_dataset_path='shapes',
+    stream_dataset=False,
     data_cutoff_idx=10000,
-    val_size=400, max_sample_length=512, num_of_sequences=64, num_workers=1,
+    val_size=400,
+    max_sample_length=512,
+    num_of_sequences=64,
+    num_workers=1,
     val_workers=0,
-    eval_interval=375, ask_samples=400, log_wandb=False, wandb_entity=None,
+    eval_interval=375,
+    ask_samples=400,
+    log_wandb=False,
+    wandb_entity=None,
     use_lmms_eval=False,
-    max_keep_ckpts=5, long_run_name=False) # as many as it makes
-_MINIMIND_VLM = dict(vit_img_size=224, vit_model_type='google/siglip-base-patch16-224',
+    max_keep_ckpts=5,
+    long_run_name=False
+) # as many as it makes
+_MINIMIND_VLM = dict(
+    vit_img_size=224,
+    vit_model_type='google/siglip-base-patch16-224',
     lm_hidden_dim=512,
-    lm_inter_dim=1408, lm_re_base=1_000_000, lm_max_position_embeddings=32768,
+    lm_inter_dim=1408,
+    lm_re_base=1_000_000,
+    lm_max_position_embeddings=32768,
     lm_base_vocab_size=6400,
-    lm_n_heads=8, lm_n_kv_heads=2, lm_n_blocks=8, lm_max_length=640,
+    lm_n_heads=8,
+    lm_n_kv_heads=2,
+    lm_n_blocks=8,
+    lm_max_length=640,
     lm_model_type='minimind',
-    lm_tokenizer='model', lm_chat_template=None, mp_pixel_shuffle_factor=1,
+    lm_tokenizer='model',
+    lm_chat_template=None,
+    mp_pixel_shuffle_factor=1,
     max_img_size=224,
-    vlm_extra_tokens={'image_token':'<|image|>',
-        'global_image_token':'<|global_image|>'},
-    hf_repo_name=None, pixel_mean=.5, pixel_std=.5)
-_MINIMIND_TRAIN = dict(lr_mp=4e-4, lr_backbones=0., lr_schedule='minimind',
+    vlm_extra_tokens={
+        'image_token':'<|image|>',
+        'global_image_token':'<|global_image|>'
+    },
+    hf_repo_name=None,
+    pixel_mean=.5,
+    pixel_std=.5
+)
+_MINIMIND_TRAIN = dict(
+    lr_mp=4e-4,
+    lr_backbones=0.,
+    lr_schedule='minimind',
     batch_size=16,
-    gradient_accumulation_steps=1, max_training_steps=60000, max_epochs=4,
-    train_dataset_path='dataset/pretrain_data.jsonl', stream_dataset=False,
+    gradient_accumulation_steps=1,
+    max_training_steps=60000,
+    max_epochs=4,
+    train_dataset_path='dataset/pretrain_data.jsonl',
+    stream_dataset=False,
     val_size=1000,
-    max_sample_length=640, num_workers=1, load_from='out/lm_{dim}{_moe}.pth',
-    wandb_entity=None, use_lmms_eval=False, long_run_name=False)
+    max_sample_length=640,
+    num_workers=1,
+    load_from='out/lm_{dim}{_moe}.pth',
+    wandb_entity=None,
+    use_lmms_eval=False,
+    long_run_name=False
+)
 # no tokens announce a picture in the text
 _BARE = dict(vlm_extra_tokens={'image_token':'<|image|>'})
-_CLIP_PIXELS = dict(pixel_mean=[.48145466,.4578275,.40821073],
-    pixel_std=[.26862954,.26130258,.27577711])
+_CLIP_PIXELS = dict(
+    pixel_mean=[.48145466,.4578275,.40821073],
+    pixel_std=[.26862954,.26130258,.27577711]
+)
 _MINIMIND_CLIP = _MINIMIND_VLM | _BARE | _CLIP_PIXELS | dict(vit_model_type='openai/clip-vit-base-patch16',
     vit_ln_eps=1e-5, vit_cls_flag=True, vit_keep_patches=True, vit_pre_norm=True,
     vit_post_norm=False,
@@ -705,31 +794,56 @@ _QWEN_VLM = dict(vit_hidden_dim=1280, vit_inter_dim=3420, vit_patch_size=14,
         'video_token':'<|video_pad|>'},
     vlm_load_backbone_weights=False, hf_repo_name=None,
     lm_mrope_sections=[16,24,24]) | _CLIP_PIXELS
-_QWEN_SIZES = {'3b':dict(lm_hidden_dim=2048, lm_inter_dim=11_008, lm_n_heads=16,
-    lm_n_kv_heads=2,
-        lm_n_blocks=36, lm_vocab_size=151_936, lm_tie_weights=True),
-    '7b':dict(lm_hidden_dim=3584, lm_inter_dim=18_944, lm_n_heads=28, lm_n_kv_heads=4,
-        lm_n_blocks=28, lm_vocab_size=152_064, lm_tie_weights=False)}
+_QWEN_SIZES = {
+    '3b':dict(
+        lm_hidden_dim=2048,
+        lm_inter_dim=11_008,
+        lm_n_heads=16,
+        lm_n_kv_heads=2,
+        lm_n_blocks=36,
+        lm_vocab_size=151_936,
+        lm_tie_weights=True
+    ),
+    '7b':dict(
+        lm_hidden_dim=3584,
+        lm_inter_dim=18_944,
+        lm_n_heads=28,
+        lm_n_kv_heads=4,
+        lm_n_blocks=28,
+        lm_vocab_size=152_064,
+        lm_tie_weights=False
+    )
+}
 
 def _qwen(size):
     "A Qwen2.5-VL, and a run that begins with it."
     name = f'Qwen/Qwen2.5-VL-{size.upper()}-Instruct'
     named = dict.fromkeys(('vit_model_type','lm_model_type','lm_tokenizer'), name)
-    return _QWEN_VLM|_QWEN_SIZES[size]|named,dict(load_from=name, lr_mp=1e-5,
+    return _QWEN_VLM|_QWEN_SIZES[size]|named,dict(
+        load_from=name,
+        lr_mp=1e-5,
         lr_backbones=1e-5,
-        batch_size=1, max_sample_length=2048, vision_checkpointing=True,
+        batch_size=1,
+        max_sample_length=2048,
+        vision_checkpointing=True,
         language_checkpointing=True,
-        long_run_name=False)
+        long_run_name=False
+    )
 
-PRESETS:dict[str,tuple[dict,dict]] = dict(shapes=(_SHAPES_VLM,_SHAPES_TRAIN),
+PRESETS:dict[str,tuple[dict,dict]] = dict(
+    shapes=(_SHAPES_VLM,_SHAPES_TRAIN),
     nanovlm=({},{}),
     nanovlm_native=(dict(resize_to_max_side_len=False),{}),
     minimind=(_MINIMIND_VLM,_MINIMIND_TRAIN),
     minimind_ddp=(_MINIMIND_VLM,_MINIMIND_TRAIN|dict(batch_size=4)),
     minimind_clip=(_MINIMIND_CLIP,_MINIMIND_TRAIN),
-    minimind3=(_MINIMIND3_VLM,
-        _MINIMIND_TRAIN|dict(load_from='out/llm_{dim}{_moe}.pth')),
-    qwen2_5_vl_3b=_qwen('3b'), qwen2_5_vl_7b=_qwen('7b'))
+    minimind3=(
+        _MINIMIND3_VLM,
+        _MINIMIND_TRAIN|dict(load_from='out/llm_{dim}{_moe}.pth')
+    ),
+    qwen2_5_vl_3b=_qwen('3b'),
+    qwen2_5_vl_7b=_qwen('7b')
+)
 
 # %% ../../nbs/03_core.config.ipynb #e6403d13
 def preset(name:str)->tuple[VLMConfig,TrainConfig]:
@@ -740,17 +854,33 @@ def preset(name:str)->tuple[VLMConfig,TrainConfig]:
     return configs
 
 # %% ../../nbs/03_core.config.ipynb #1c0d7102
-_TINY_VLM = dict(vit_hidden_dim=32, vit_n_heads=2, vit_n_blocks=1, lm_hidden_dim=32,
+_TINY_VLM = dict(
+    vit_hidden_dim=32,
+    vit_n_heads=2,
+    vit_n_blocks=1,
+    lm_hidden_dim=32,
     lm_inter_dim=64,
-    lm_n_heads=2, lm_n_kv_heads=1, lm_n_blocks=1)
-_TINY_TRAIN = dict(data_cutoff_idx=60, val_size=12, num_of_sequences=4, num_workers=0,
+    lm_n_heads=2,
+    lm_n_kv_heads=1,
+    lm_n_blocks=1
+)
+_TINY_TRAIN = dict(
+    data_cutoff_idx=60,
+    val_size=12,
+    num_of_sequences=4,
+    num_workers=0,
     val_workers=0,
-    max_training_steps=8, eval_interval=4, ask_samples=0, dtype='float32',
-    progress_bar=False)
+    max_training_steps=8,
+    eval_interval=4,
+    ask_samples=0,
+    dtype='float32',
+    progress_bar=False
+)
 
 # name of a backbone -> its learning rate
-BACKBONE_RATES = dict(vit_model_type='lr_vision_backbone',
-    lm_model_type='lr_language_backbone')
+BACKBONE_RATES = dict(
+    vit_model_type='lr_vision_backbone', lm_model_type='lr_language_backbone'
+)
 
 def change(vlm_cfg:VLMConfig, train_cfg:TrainConfig, changes:dict)->tuple[VLMConfig,
     TrainConfig]:
@@ -787,8 +917,9 @@ def set_env()->None:
     home = os.path.expanduser('~')
     if home=='~':
         return # a user without a name and a home, as in a container
-    os.environ.setdefault('TORCHINDUCTOR_CACHE_DIR',
-        f'{home}/.cache/nanovlm_nb/compiled')
+    os.environ.setdefault(
+        'TORCHINDUCTOR_CACHE_DIR', f'{home}/.cache/nanovlm_nb/compiled'
+    )
 
 # %% ../../nbs/03_core.config.ipynb #71709120
 def effective_batch_size(train_cfg:TrainConfig, world_size:int=1)->int:
@@ -828,8 +959,9 @@ def get_run_name(train_cfg:TrainConfig, vlm_cfg:VLMConfig, world_size:int=1,
     if not train_cfg.long_run_name: return f'{data}-{date}'
     names = [name or 'new' for name in (vlm_cfg.vit_model_type,vlm_cfg.lm_model_type)]
     vit,lm = (name.rstrip('/').split('/')[-1] for name in names)
-    lrs = 'lr_vision_{}-language_{}-{}'.format(*train_cfg.lr_backbone_pair,
-        train_cfg.lr_mp)
+    lrs = 'lr_vision_{}-language_{}-{}'.format(
+        *train_cfg.lr_backbone_pair, train_cfg.lr_mp
+    )
     if train_cfg.lora_rank:
         lrs = f'lora_{train_cfg.lora_rank}-{train_cfg.lr_lora}'
     length = f'{train_cfg.max_training_steps}'

@@ -37,8 +37,10 @@ def pick_device(name:str|torch.device|None=None)->torch.device: # such as `cuda:
     kind,_,number = name.partition(':')
     last = torch.cuda.device_count()-1 if kind=='cuda' else 0
     known = kind in there and number in ('', *map(str, range(last+1)))
-    require(known,
-        f'device is {name!r}, this machine has {", ".join(there)}: give one of them')
+    require(
+        known,
+        f'device is {name!r}, this machine has {", ".join(there)}: give one of them'
+    )
     return torch.device(name)
 
 # %% ../../nbs/05_core.dist.ipynb #e13d74f9
@@ -68,16 +70,23 @@ class Dist:
         "Returns, place by place, the sums or the largest of what the ranks have; whole numbers stay whole."
         if self.world_size==1: return [*numbers]
         tensor = torch.from_numpy(np.array(numbers))
-        collective(self, 'reduce', c10d.all_reduce, tensor,
-            getattr(c10d.ReduceOp, op.upper()), self.cpu_group)
+        collective(
+            self,
+            'reduce',
+            c10d.all_reduce,
+            tensor,
+            getattr(c10d.ReduceOp, op.upper()),
+            self.cpu_group
+        )
         return tensor.tolist()
 
     def to_master(self, data:bytes, size:int)->list[bytes]: # `size` bytes at most, the same on every rank
         "Returns what all ranks have, filled up with zeros, on rank 0; nothing elsewhere."
         if self.world_size==1: return [data]
         mine = torch.frombuffer(bytearray(data.ljust(size, b'\0')), dtype=torch.uint8)
-        everyone = [torch.empty_like(mine)
-            for _ in range(self.world_size*self.is_master)]
+        everyone = [
+            torch.empty_like(mine) for _ in range(self.world_size*self.is_master)
+        ]
         collective(self, 'to_master', c10d.gather, mine, everyone, 0, self.cpu_group)
         return [bytes(tensor.numpy()) for tensor in everyone]
 
@@ -97,8 +106,9 @@ class Dist:
         "Waits until all ranks are here; a rank that stays away is named."
         wait = timedelta(seconds=self.timeout_s)
         if self.world_size>1:
-            collective(self, 'barrier', c10d.monitored_barrier, self.cpu_group, wait,
-                True)
+            collective(
+                self, 'barrier', c10d.monitored_barrier, self.cpu_group, wait, True
+            )
 
 # %% ../../nbs/05_core.dist.ipynb #2d6e0909
 def collective(dist:Dist, what:str, call:Callable, *args:Any, **kwargs:Any)->Any: # its name, for the message
@@ -115,8 +125,9 @@ _JOINED:list[Dist] = [] # this process among its peers, once it has joined them
 def _join(me:Dist, backend:str, store:c10d.Store)->Dist: # of the gradients; where the ranks find each other
     "Returns this process with a group for messages, which `this_rank` gives from now on."
     wait = timedelta(seconds=me.timeout_s)
-    c10d.init_process_group(backend, store=store, rank=me.rank,
-        world_size=me.world_size, timeout=wait)
+    c10d.init_process_group(
+        backend, store=store, rank=me.rank, world_size=me.world_size, timeout=wait
+    )
     _JOINED[:] = [replace(me, cpu_group=c10d.new_group(backend='gloo', timeout=wait))]
     return _JOINED[0]
 
@@ -137,10 +148,16 @@ def _one_rank(rank:int, job:Callable[[Dist],Any], world_size:int, timeout_s:floa
 def launch(job:Callable[[Dist],Any], world_size:int=2, timeout_s:float=60.)->list: # called on each rank
     "Forks real ranks from this process and returns what `job` returns on each; for notebooks and tests."
     with tempfile.TemporaryDirectory() as folder:
-        start_processes(_one_rank, (job, world_size, timeout_s, folder), world_size,
-            start_method='fork')
-        return [pickle.loads(Path(folder, f'result_{r}').read_bytes())
-            for r in range(world_size)]
+        start_processes(
+            _one_rank,
+            (job, world_size, timeout_s, folder),
+            world_size,
+            start_method='fork'
+        )
+        return [
+            pickle.loads(Path(folder, f'result_{r}').read_bytes())
+            for r in range(world_size)
+        ]
 
 # %% ../../nbs/05_core.dist.ipynb #1bf3ac82
 def _portable(error:Exception)->Exception:
@@ -172,11 +189,16 @@ def _launch_env()->dict[str,int]|None: # `rank`, `world_size`, `local_rank`; Non
     if not {'RANK', 'WORLD_SIZE'} & set(env):
         if int(env.get('SLURM_STEP_NUM_TASKS', 1))==1:
             return None # srun alone sets this one
-        names = dict(rank='SLURM_PROCID', world_size='SLURM_STEP_NUM_TASKS',
-            local_rank='SLURM_LOCALID')
-    missing = [n
+        names = dict(
+            rank='SLURM_PROCID',
+            world_size='SLURM_STEP_NUM_TASKS',
+            local_rank='SLURM_LOCALID'
+        )
+    missing = [
+        n
         for n in (names['rank'], names['world_size'], 'MASTER_ADDR', 'MASTER_PORT')
-        if n not in env]
+        if n not in env
+    ]
     require(not missing,
         f"the environment has no {', '.join(missing)}: start with torchrun, or with srun "
         'and a job file that sets these; to run alone, unset RANK and WORLD_SIZE')
@@ -191,8 +213,11 @@ def _rank_device(kind:str, local_rank:int)->torch.device: # `cuda`, `mps` or `cp
     "Returns the device of a launched rank, and makes a GPU the current one."
     if kind!='cuda': return torch.device('cpu')
     n = torch.cuda.device_count()
-    require(local_rank<n, f'local rank {local_rank} has no GPU, this machine has {n}: '
-        f'start at most {n} processes on it')
+    require(
+        local_rank<n,
+        f'local rank {local_rank} has no GPU, this machine has {n}: '
+        f'start at most {n} processes on it'
+    )
     torch.cuda.set_device(local_rank)
     return torch.device('cuda', local_rank)
 
@@ -212,8 +237,9 @@ def init_dist(device:str|torch.device|None=None, timeout_s:float=1800.)->Dist: #
     chosen = torch.device(device) if device else pick_device()
     if env is None:
         return Dist(device=chosen, timeout_s=timeout_s)
-    me = Dist(**env, device=_rank_device(chosen.type, env['local_rank']),
-        timeout_s=timeout_s)
+    me = Dist(
+        **env, device=_rank_device(chosen.type, env['local_rank']), timeout_s=timeout_s
+    )
     backend = 'cpu:gloo,cuda:nccl' if me.device.type=='cuda' else 'gloo'
     return collective(me, 'init_dist', lambda: _join(me, backend, _meeting_store(me)))
 
@@ -272,8 +298,9 @@ def wrap_model(model:nn.Module, dist:Dist|None=None)->nn.Module: # default: as t
     ids = [device.index] if device.type=='cuda' else None
     known = inspect.signature(DistributedDataParallel).parameters # a name depends on torch's release
     buffers:Any = {next(n for n in ('forward_sync_buffers','broadcast_buffers') if n in known):False}
-    return DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True,
-        **buffers)
+    return DistributedDataParallel(
+        model, device_ids=ids, gradient_as_bucket_view=True, **buffers
+    )
 
 # %% ../../nbs/05_core.dist.ipynb #64338f6e
 def unwrap_model(model:nn.Module)->nn.Module: # wrapped by DDP and torch.compile, in any order
@@ -354,8 +381,11 @@ def rng_state()->dict: # JSON-able
     "Returns the state of this process's generators."
     numbers:Any = np.random.get_state()
     kind,keys,*rest = numbers
-    state = dict(python=random.getstate(), numpy=[kind, keys.tolist(), *rest],
-        torch=torch.get_rng_state().tolist())
+    state = dict(
+        python=random.getstate(),
+        numpy=[kind, keys.tolist(), *rest],
+        torch=torch.get_rng_state().tolist()
+    )
     if torch.cuda.is_available():
         state['cuda'] = torch.cuda.get_rng_state().tolist()
     return state

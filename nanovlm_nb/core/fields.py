@@ -35,12 +35,14 @@ Fraction = Annotated[float, 'a share, 0 to 1', lambda x: 0<=x<=1]
 Share = Annotated[float, 'a share, above 0 and at most 1', lambda x: 0<x<=1]
 Below1 = Annotated[float, 'a share, 0 or more and below 1', lambda x: 0<=x<1]
 Seed = Annotated[int, f'a number from 0 to {2**32-1}', lambda x: 0<=x<2**32]
-Vocabulary = Annotated[int, f'the number of tokens of lm_tokenizer, {2**24} at most',
-    lambda x: 0<x<=2**24]
+Vocabulary = Annotated[
+    int, f'the number of tokens of lm_tokenizer, {2**24} at most', lambda x: 0<x<=2**24
+]
 Keep = Annotated[int, '1 or more, or -1 for all', lambda x: x>0 or x==-1]
 Text = Annotated[str, 'a value', lambda x: x.strip()] # an empty one is often a variable that nobody set
-Place = Annotated[str, 'a path in full: only a shell replaces ~',
-    lambda x: x.strip() and x[0]!='~']
+Place = Annotated[
+    str, 'a path in full: only a shell replaces ~', lambda x: x.strip() and x[0]!='~'
+]
 OneName = Annotated[str,
     'the name of one directory, in letters that can be seen: no / or \\, not . or ..',
     lambda x: x.strip() and x not in ('.','..') and x.isprintable()
@@ -48,13 +50,16 @@ OneName = Annotated[str,
 Function = Annotated[str, 'module:function', lambda x: all(x.partition(':')[::2])]
 WITH_WARMUP = 'cosine','wsd' # schedules that `warmup_ratio` and `min_lr_ratio` count for
 SCHEDULES = *WITH_WARMUP,'minimind','minimind_seed' # those of `schedule`
-Schedule = Annotated[str,
+Schedule = Annotated[
+    str,
     f"one of {', '.join(SCHEDULES)}, or module:function of your own",
-    lambda x: x in SCHEDULES or ':' in x]
+    lambda x: x in SCHEDULES or ':' in x
+]
 # of lists: what they hold, and a rule for the whole
 Names = Annotated[list[Text], 'one or more', len]
-Betas = Annotated[list[Below1], 'two shares, each 0 or more and below 1',
-    lambda x: len(x)==2]
+Betas = Annotated[
+    list[Below1], 'two shares, each 0 or more and below 1', lambda x: len(x)==2
+]
 _BY_CHANNEL = 'one number, or three for red, green and blue'
 Means = Annotated[list[float], _BY_CHANNEL, lambda x: len(x) in (1,3)]
 Deviations = Annotated[list[PosF], _BY_CHANNEL, lambda x: len(x) in (1,3)]
@@ -64,8 +69,12 @@ Format = Literal['smolvlm','idefics3','qwen2_5_vl','nanovlm','peft','onnx','web'
 Outtype = Literal['f32','f16','q8_0'] # how a GGUF file keeps its matrices
 
 # %% ../../nbs/02_core.fields.ipynb #6a107bf9
-_BASIC = {int:'a whole number', float:'a finite number', bool:'True or False',
-    str:'a text in UTF-8'}
+_BASIC = {
+    int:'a whole number',
+    float:'a finite number',
+    bool:'True or False',
+    str:'a text in UTF-8'
+}
 
 def rule_of(kind:Any)->tuple[type,str,Callable]:
     """Returns what an annotation asks for: a type, its rule in words, and a test.
@@ -163,8 +172,9 @@ class Config:
     def __setattr__(self, name, value):
         kinds = kinds_of(type(self))
         if name not in kinds:
-            check_known([name], self.__dataclass_fields__,
-                f'field of {type(self).__name__}')
+            check_known(
+                [name], self.__dataclass_fields__, f'field of {type(self).__name__}'
+            )
         if name in vars(self): self.given.add(name)
         super().__setattr__(name, as_type(name, value, kinds[name]))
 
@@ -182,8 +192,10 @@ class Config:
     @classmethod
     def from_dict(cls:type[C], values:dict)->C:
         "Returns the configuration with these values; an unknown name is an error."
-        require(isinstance(values, dict),
-            f'a {cls.__name__} is {values!r}: give a dictionary')
+        require(
+            isinstance(values, dict),
+            f'a {cls.__name__} is {values!r}: give a dictionary'
+        )
         return cls(**values)
 
     def unwritten(self)->set[str]:
@@ -193,8 +205,9 @@ class Config:
     def to_json(self)->str:
         "Returns the fields as JSON."
         left_out = self.unwritten()
-        return json.dumps({k:v for k,v in self.to_dict().items() if k not in left_out},
-            indent=4)
+        return json.dumps(
+            {k:v for k,v in self.to_dict().items() if k not in left_out}, indent=4
+        )
 
     def save(self, path:str|Path)->None:
         "Writes `to_json()` to a file, or to `config.json` in a directory."

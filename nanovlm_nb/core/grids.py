@@ -18,8 +18,9 @@ def flat_pictures(images)->list[Tensor]: # None, a tensor, or lists of these, ne
 
 def grids_of(images)->tuple[tuple[int,...],...]: # nested pictures
     "Returns (rows, columns) of each picture that is a grid of tiles, (rows, columns, 3, S, S)."
-    return tuple(tuple(picture.shape[:2]) for picture in flat_pictures(images)
-        if picture.ndim==5)
+    return tuple(
+        tuple(picture.shape[:2]) for picture in flat_pictures(images) if picture.ndim==5
+    )
 
 # %% ../../nbs/11_core.grids.ipynb #08b1000e
 def tile_places(grids:tuple)->Tensor: # (rows, columns) of pictures; (3, N)

@@ -37,16 +37,19 @@ def _document_tensors(doc_lens:Sequence[Sequence[int]], T:int,
     cu[1:len(runs)+1] = ends
     documents = numbers.repeat_interleave(lens).view(len(doc_lens), T)
     positions = torch.arange(len(doc_lens)*T)-(ends-lens).repeat_interleave(lens)
-    return dict(cu=cu, documents=documents,
-        positions=positions.view_as(documents)*(documents>0))
+    return dict(
+        cu=cu, documents=documents, positions=positions.view_as(documents)*(documents>0)
+    )
 
 # %% ../../nbs/12_core.layout.ipynb #326b7a43
 def check_targets(targets:Tensor, vocab_size:int)->None: # of a `Layout`; waits for a GPU
     "Raises a ValueError for a target that is no token."
     low,high = (int(x) for x in targets.aminmax()) if len(targets) else (0,0)
-    require(0<=low<=high<vocab_size,
+    require(
+        0<=low<=high<vocab_size,
         f'targets from {low} to {high} do not fit a vocabulary of {vocab_size}: '
-        'check lm_vocab_size against the tokenizer')
+        'check lm_vocab_size against the tokenizer'
+    )
 
 # %% ../../nbs/12_core.layout.ipynb #08a1000d
 def slot_error(where:str, slots:int, tiles:int, per_tile:int)->str: # image tokens: of the text, of a tile
@@ -102,8 +105,10 @@ class Layout:
         mask = attention_mask.bool().int()
         gaps = mask.diff(dim=1, prepend=0*mask[:,:1]).clamp(0).sum(1)>1 # a row rises more than once
         if gaps.any():
-            raise ValueError(f'attention_mask has a gap in row {int(gaps.int().argmax())}: '
-            'padding must be on the left or on the right')
+            raise ValueError(
+                f'attention_mask has a gap in row {int(gaps.int().argmax())}: '
+                'padding must be on the left or on the right'
+            )
         starts = (mask.cumsum(1)==0).sum(1)*mask.any(1)
         lens = tuple((n,) if n else () for n in mask.sum(1).tolist())
         return cls(lens, mask.shape[1], tuple(starts.tolist()))
@@ -144,12 +149,18 @@ class Layout:
     def longer(self, T:int)->'Layout': # positions, no fewer than now
         "The same layout of one row with more padding at its end; a GPU is not waited for."
         more = T-self.T
-        documents,positions = (F.pad(x, (0,more))
-            for x in (self.documents,self.positions))
+        documents,positions = (
+            F.pad(x, (0,more)) for x in (self.documents,self.positions)
+        )
         longest = self.longest and max(self.longest, more)
-        return replace(self, T=T, cu=F.pad(self.cu, (0,1), value=T),
+        return replace(
+            self,
+            T=T,
+            cu=F.pad(self.cu, (0,1), value=T),
             documents=documents,
-            positions=positions, longest=longest)
+            positions=positions,
+            longest=longest
+        )
 
     def once(self, key, make:Callable): # what is asked for, and what makes it the first time
         "What follows from a layout and is asked for by every block of a model."
@@ -167,9 +178,10 @@ class Layout:
         device = torch.device(device)
         if all(x is None or x.device==device for x in (self.cu, self.slots, self.at)):
             return self
-        return self.once(('to',device),
-                         lambda: self.each(lambda x: x.to(device,
-                             non_blocking=device.type!='cpu')))
+        return self.once(
+            ('to',device),
+            lambda: self.each(lambda x: x.to(device, non_blocking=device.type!='cpu'))
+        )
 
 # %% ../../nbs/12_core.layout.ipynb #09c20001
 @dataclass(frozen=True)
@@ -187,15 +199,18 @@ class Tiles:
         places = patch_places(tile_places(grids)[1:,order], factor)
         patches = factor*factor
         windows = Layout.from_doc_lens([[patches*n for n in lens]], places.shape[1])
-        pictures = Layout.from_doc_lens([[patches*r*c for r,c in grids]],
-            places.shape[1])
-        return cls(order, places, replace(windows, longest=patches*window*window),
-            pictures)
+        pictures = Layout.from_doc_lens(
+            [[patches*r*c for r,c in grids]], places.shape[1]
+        )
+        return cls(
+            order, places, replace(windows, longest=patches*window*window), pictures
+        )
 
     def each(self, change:Callable)->'Tiles': # takes and returns a tensor
         "The same with other tensors."
-        windows,pictures = (layout.each(change)
-            for layout in (self.windows,self.pictures))
+        windows,pictures = (
+            layout.each(change) for layout in (self.windows,self.pictures)
+        )
         return Tiles(change(self.order), change(self.places), windows, pictures)
 
 # %% ../../nbs/12_core.layout.ipynb #08a10c02

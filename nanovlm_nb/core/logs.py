@@ -60,8 +60,11 @@ class _JsonLines:
 # %% ../../nbs/09_core.logs.ipynb #b66fe781
 def _named(metrics:dict)->str:
     "Returns figures with their names; without texts, and without the statistics over ranks."
-    return ' | '.join(f'{k} {float(v):.4g}' for k,v in metrics.items()
-        if not (v is None or isinstance(v, str) or k.startswith('training_stats/')))
+    return ' | '.join(
+        f'{k} {float(v):.4g}'
+        for k,v in metrics.items()
+        if not (v is None or isinstance(v, str) or k.startswith('training_stats/'))
+    )
 
 def describe(metrics:dict, step:int)->str: # figures by name; updates done
     "Returns update and figures in one line."
@@ -84,8 +87,9 @@ def _report_line(metrics:dict, at:str, left:float=nan)->str: # e.g. '3/40'; see 
     loss,*rest = _progress(metrics, left)
     parts = [f'update {at}', loss]
     if rates:
-        parts.append('lr '+' to '.join(dict.fromkeys(f'{r:.2g}'
-            for r in (rates[0], rates[-1]))))
+        parts.append(
+            'lr '+' to '.join(dict.fromkeys(f'{r:.2g}' for r in (rates[0], rates[-1])))
+        )
     return ' | '.join([*parts, *rest])
 
 # %% ../../nbs/09_core.logs.ipynb #05a1000d
@@ -110,8 +114,10 @@ def _minimind_line(metrics:dict, step:int, total:int|None, epochs:int,
     epoch,at = divmod(step-1, size)
     lr = max((float(v) for k,v in metrics.items() if k.startswith('lr_')), default=0.)
     minutes = int(pace*(size-at-1)/60) if isfinite(pace) else 0
-    return (f"Epoch:[{epoch+1}/{epochs}]({at+1}/{size}) "
-            f"loss:{float(metrics['batch_loss']):.3f} lr:{lr:.12f} epoch_Time:{minutes}min:")
+    return (
+        f"Epoch:[{epoch+1}/{epochs}]({at+1}/{size}) "
+        f"loss:{float(metrics['batch_loss']):.3f} lr:{lr:.12f} epoch_Time:{minutes}min:"
+    )
 
 # %% ../../nbs/09_core.logs.ipynb #510f8abc
 class _TextFile(logging.FileHandler):
@@ -174,10 +180,14 @@ class _Screen:
         "Shows the figures of an update, or others at once."
         from tqdm.auto import tqdm as auto
         if self.bar is None:
-            self.bar = auto(total=self.total, initial=step, disable=self.hidden,
+            self.bar = auto(
+                total=self.total,
+                initial=step,
+                disable=self.hidden,
                 leave=False,
-            dynamic_ncols=True,
-            bar_format='{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix}')
+                dynamic_ncols=True,
+                bar_format='{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix}'
+            )
         if 'batch_loss' in metrics: self._update(metrics, step)
         else:
             line = _event_line(metrics, step)
@@ -239,8 +249,11 @@ class _Tracker:
 
     def log(self, metrics:dict, step:int)->None: # see `RunLog.log`; text stays here
         "Sends the figures of one step."
-        figures = {k:float(v) for k,v in metrics.items()
-            if not (v is None or isinstance(v, str))}
+        figures = {
+            k:float(v)
+            for k,v in metrics.items()
+            if not (v is None or isinstance(v, str))
+        }
         with self: self.failed or self.send(figures, step)
 
     def close(self, failed:bool=False)->None: # whether the run ended with an error
@@ -275,15 +288,25 @@ def _open_wandb(run_dir:Path, config:dict={}, run_name:str|None=None, # director
     "Begins or resumes a run of Weights & Biases, with its settings."
     import wandb
     mode = wandb_mode(wandb)
-    run:Any = wandb.init(entity=entity, project=project, name=run_name, config=config,
+    run:Any = wandb.init(
+        entity=entity,
+        project=project,
+        name=run_name,
+        config=config,
         dir=str(run_dir),
-        id=wandb_id(run_dir), resume='allow', mode=mode,
-        settings=wandb.Settings(silent=True, console='off'))
+        id=wandb_id(run_dir),
+        resume='allow',
+        mode=mode,
+        settings=wandb.Settings(silent=True, console='off')
+    )
     run.define_metric('lmms_eval/*', step_metric=EVAL_AXIS)
-    return (lambda figures, step: run.log(figures,
-        **({} if EVAL_AXIS in figures else dict(step=step))),
+    return (
+        lambda figures, step: run.log(
+            figures, **({} if EVAL_AXIS in figures else dict(step=step))
+        ),
         lambda failed: run.finish(exit_code=int(failed)),
-        f'wandb {run.url}' if mode=='online' else f'wandb {mode}, in {run_dir}/wandb')
+        f'wandb {run.url}' if mode=='online' else f'wandb {mode}, in {run_dir}/wandb'
+    )
 
 # %% ../../nbs/09_core.logs.ipynb #05a10023
 def _open_trackio(run_dir:Path, config:dict={}, run_name:str|None=None,
@@ -293,10 +316,11 @@ def _open_trackio(run_dir:Path, config:dict={}, run_name:str|None=None,
     import trackio
     name = f'{run_name}-{wandb_id(run_dir)}'
     run = trackio.init(project, name, config=config, resume='allow', embed=False)
-    return (lambda figures, step: run.log(figures,
-        step=int(figures.pop(EVAL_AXIS, step))),
+    return (
+        lambda figures, step: run.log(figures, step=int(figures.pop(EVAL_AXIS, step))),
         lambda failed: trackio.finish(),
-        f"trackio {os.environ.get('TRACKIO_SPACE_ID', 'show --project '+project)}")
+        f"trackio {os.environ.get('TRACKIO_SPACE_ID', 'show --project '+project)}"
+    )
 
 # %% ../../nbs/09_core.logs.ipynb #7e50b002
 def _open_tensorboard(run_dir:Path, *about:Any)->_Service: # see `_open_wandb`
@@ -312,9 +336,9 @@ def _open_tensorboard(run_dir:Path, *about:Any)->_Service: # see `_open_wandb`
             files[0].add_scalar(name, value, at)
     return send,lambda failed: [f.close() for f in files],f'tensorboard --logdir {run_dir}'
 
-_TRACKERS:dict[str,Callable[...,_Service]] = dict(wandb=_open_wandb,
-    trackio=_open_trackio,
-    tensorboard=_open_tensorboard)
+_TRACKERS:dict[str,Callable[...,_Service]] = dict(
+    wandb=_open_wandb, trackio=_open_trackio, tensorboard=_open_tensorboard
+)
 
 # %% ../../nbs/09_core.logs.ipynb #792f5cf1
 class RunLog:
@@ -327,9 +351,11 @@ class RunLog:
         self.trackers = [*trackers]
         self.about = about
         for name in self.trackers: # refused on every rank; wandb comes with the library
-            require(name=='wandb' or find_spec(name),
+            require(
+                name=='wandb' or find_spec(name),
                 f'tracker {name}: the package {name} is not there: '
-                f'pip install {name}, or leave it out of tracker')
+                f'pip install {name}, or leave it out of tracker'
+            )
         self.sinks:list[Any] = []
         self.screen = _Screen(self.run_dir/TEXT_LOG, **shown) if dist.is_master else None
         if opened: self.open()
@@ -341,8 +367,10 @@ class RunLog:
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self.screen.open()
         self.sinks = [_JsonLines(self.run_dir/LOG), self.screen]
-        self.sinks += [_Tracker(name, _TRACKERS[name], self.run_dir, *self.about)
-            for name in self.trackers]
+        self.sinks += [
+            _Tracker(name, _TRACKERS[name], self.run_dir, *self.about)
+            for name in self.trackers
+        ]
 
     def log(self, metrics:dict, step:int)->None: # by name; updates done
         "Writes, shows and sends the figures of one step."

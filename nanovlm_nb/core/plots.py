@@ -47,8 +47,11 @@ def log_axis(ax:Axes)->None: # whose y axis becomes logarithmic
 
 # %% ../../nbs/08_core.plots.ipynb #13b08688
 # panel -> figures
-_CURVES = {'loss':'batch_loss|val_loss', 'learning rate':'lr_.*',
-    'gradient norm':'grad_norm'}
+_CURVES = {
+    'loss':'batch_loss|val_loss',
+    'learning rate':'lr_.*',
+    'gradient norm':'grad_norm'
+}
 
 def _draw(ax:Axes, records:list[dict], pattern:str, **look:Any)->None: # of names; see `plot`
     "Draws figures over updates, with gaps where one was not finite."
@@ -56,10 +59,15 @@ def _draw(ax:Axes, records:list[dict], pattern:str, **look:Any)->None: # of name
     for record in records:
         names |= {name for name in record if re.fullmatch(pattern, name)}
     for name in sorted(names):
-        points = [(r['step'], nan if r[name] is None else r[name]) for r in records
-            if name in r]
-        ax.plot(*zip(*points),
-            **dict(marker='o' if name=='val_loss' else None, label=name)|look)
+        points = [
+            (r['step'], nan if r[name] is None else r[name])
+            for r in records
+            if name in r
+        ]
+        ax.plot(
+            *zip(*points),
+            **dict(marker='o' if name=='val_loss' else None, label=name)|look
+        )
 
 # %% ../../nbs/08_core.plots.ipynb #6046e937
 @styled()
@@ -80,7 +88,9 @@ def plot_curves(records:Iterable[dict]|dict[str,list[dict]], # from `read_log`; 
         if named and (label=='loss' or not several): # above: nothing is hidden
             ax.legend(named.values(), named, loc='lower left', bbox_to_anchor=(0, 1))
         if ax.lines and label!='gradient norm': log_axis(ax)
-    require(any(ax.lines for ax in fig.axes),
+    require(
+        any(ax.lines for ax in fig.axes),
         f'none of {sum(map(len, runs.values()))} records has a loss, '
-        'a learning rate or a gradient norm: is this a log.jsonl?')
+        'a learning rate or a gradient norm: is this a log.jsonl?'
+    )
     return finished(fig, path)

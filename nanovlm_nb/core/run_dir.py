@@ -76,8 +76,9 @@ def remove(path:Path)->None:
         path = path.rename(path.with_name(f'{path.name}.deleted{TMP}'))
     shutil.rmtree(path, ignore_errors=True)
     if path.exists():
-        logging.getLogger(__name__).warning('%s cannot be deleted: delete it yourself',
-            path)
+        logging.getLogger(__name__).warning(
+            '%s cannot be deleted: delete it yourself', path
+        )
 
 # %% ../../nbs/01_core.run_dir.ipynb #b7c40a02
 # follow no link, wait for nobody at a pipe; Windows has neither
@@ -89,15 +90,18 @@ def check_plain(path:str|Path)->None: # in a run's directory; need not be there
         found = os.lstat(path)
         is_file = stat.S_ISREG(found.st_mode)
         kind = 'a link' if is_file or stat.S_ISLNK(found.st_mode) else 'neither a file nor a directory'
-        require(stat.S_ISDIR(found.st_mode) or is_file and found.st_nlink<2,
+        require(
+            stat.S_ISDIR(found.st_mode) or is_file and found.st_nlink<2,
             f'{path} is {kind}, and a run '
-            'writes only into files of its own: remove it or put a copy in its place')
+            'writes only into files of its own: remove it or put a copy in its place'
+        )
 
 def open_own(path:str|Path, mode:str, **how:Any)->Any: # as `open` takes them
     "Opens a file of a run, but nothing to which its name leads; see `check_plain`."
     check_plain(path)
-    return open(path, mode,
-        opener=lambda name, flags: os.open(name, flags|_PLAIN, 0o666), **how)
+    return open(
+        path, mode, opener=lambda name, flags: os.open(name, flags|_PLAIN, 0o666), **how
+    )
 
 # %% ../../nbs/01_core.run_dir.ipynb #a10600d6
 def file_digest(path:str|Path, kind:Callable=hashlib.sha256)->str: # or `xxh3_128`; hexadecimal digits
@@ -113,8 +117,9 @@ def file_digests(folder:Path, names:Iterable[str], kind:Callable=xxh3_128)->dict
     "Returns the digests of several files of a folder, which are read at once."
     names = [*names]
     with ThreadPoolExecutor(4) as pool:
-        return dict(zip(names,
-            pool.map(lambda name: file_digest(folder/name, kind), names)))
+        return dict(
+            zip(names, pool.map(lambda name: file_digest(folder/name, kind), names))
+        )
 
 # %% ../../nbs/01_core.run_dir.ipynb #a10600d9
 MANIFEST = 'manifest.json' # lists the files of a directory: size and digest of each
@@ -135,11 +140,13 @@ def write_manifest(folder:str|Path, known:dict[str,str]={}, # digests that were 
     deep:bool=True)->None: # False: leave out what lies in folders
     "Lists the files of a directory."
     folder = Path(folder)
-    sizes = {name:size for name,size in file_sizes(folder).items() if deep
-        or '/' not in name}
+    sizes = {
+        name:size for name,size in file_sizes(folder).items() if deep or '/' not in name
+    }
     digests = file_digests(folder, sizes.keys()-known.keys())|known
-    listed = {name:dict(bytes=size, xxh128=digests[name])
-        for name,size in sizes.items()}
+    listed = {
+        name:dict(bytes=size, xxh128=digests[name]) for name,size in sizes.items()
+    }
     write_atomic(folder/MANIFEST, json.dumps(listed, indent=1)+'\n')
 
 # %% ../../nbs/01_core.run_dir.ipynb #a10600dc
@@ -149,8 +156,10 @@ def _read_manifest(folder:Path)->dict[str,tuple[int,str]]: # name -> bytes, dige
     try:
         listed = json.loads(file.read_text(encoding='utf-8')) if file.is_file() else {} # a pipe never ends
         # earlier versions of this library wrote SHA-256
-        return {name:(int(e['bytes']), e.get('xxh128') or e['sha256'])
-            for name,e in listed.items()}
+        return {
+            name:(int(e['bytes']), e.get('xxh128') or e['sha256'])
+            for name,e in listed.items()
+        }
     except (OSError, ValueError, LookupError, TypeError, AttributeError,
         RecursionError):
         return {}
@@ -180,8 +189,11 @@ def _changed_files(folder:Path, deep:bool=True)->list[str]: # phrases; False: le
     if any(len(digest)==64 for _,digest in listed.values()):
         kind = hashlib.sha256
     digests = file_digests(folder, [n for n in there if n in listed], kind)
-    changed = [f'{n} is not as it was written' for n,digest in digests.items()
-        if digest!=listed[n][1]]
+    changed = [
+        f'{n} is not as it was written'
+        for n,digest in digests.items()
+        if digest!=listed[n][1]
+    ]
     added = [n for n in there if n not in listed and n.endswith(READ_BY_LOADERS)]
     return [*changed, *(f'{n} is not in its manifest' for n in added)]
 
@@ -231,7 +243,8 @@ def read_log(path:str|Path, key:str='step')->list[dict]: # an integer that each 
     if passed:
         several = 's' if passed>1 else ''
         logging.getLogger('nanovlm_nb').warning(
-            '%s: %d line%s passed over, not ours or damaged', path, passed, several)
+            '%s: %d line%s passed over, not ours or damaged', path, passed, several
+        )
     return records
 
 # %% ../../nbs/01_core.run_dir.ipynb #d1200009
@@ -270,9 +283,11 @@ def check_files(folder:Path)->None: # with a manifest or without; folders in it 
     odd = next((p for p in folder.glob('*') if p.exists() and not (p.is_file() or p.is_dir())), None)
     require(odd is None, f'{odd} is a pipe or a device: copy the checkpoint again')
     wrong = ', '.join(_changed_files(folder, deep=False))
-    require(not wrong,
+    require(
+        not wrong,
         f'{folder} is damaged: {wrong}. Take another checkpoint, or copy it again; '
-        f'{MEANT.format(folder)}')
+        f'{MEANT.format(folder)}'
+    )
 
 # %% ../../nbs/01_core.run_dir.ipynb #55b5ba5b
 logger = logging.getLogger(__name__)
@@ -341,8 +356,10 @@ def todo_of(checkpoint:Path)->Path: # need not be there
 def abandoned(run_dir:Path)->list[Path]: # the oldest first
     "Returns the `abandoned_N` directories: what was set aside, one directory each time."
     named = [p for p in Path(run_dir).glob('abandoned_*') if p.name[10:].isdecimal()]
-    return sorted((p for p in named if p.is_dir() and not p.is_symlink()),
-        key=lambda p: int(p.name[10:]))
+    return sorted(
+        (p for p in named if p.is_dir() and not p.is_symlink()),
+        key=lambda p: int(p.name[10:])
+    )
 
 # %% ../../nbs/01_core.run_dir.ipynb #8b0dc2fb
 def is_own(run_dir:Path, checkpoint:Path|None)->bool: # None: there is none, which is not
@@ -359,8 +376,11 @@ def run_of(path:str|Path)->Path: # a checkpoint or a run; need not be there
 # %% ../../nbs/01_core.run_dir.ipynb #fc0af26d
 def left_behind(run_dir:Path, checkpoint:Path|None)->list[Path]: # one of its own; None: its beginning
     "Returns the checkpoints that a run leaves behind when it resumes from this one, the oldest step first."
-    newer = [p for p in checkpoints(run_dir) if checkpoint is None
-        or step_of(p)>step_of(checkpoint)]
+    newer = [
+        p
+        for p in checkpoints(run_dir)
+        if checkpoint is None or step_of(p)>step_of(checkpoint)
+    ]
     ours = [p for p in newer if _read_manifest(p) or (p/TRAINER_STATE).is_file()]
     return [p for p in ours if not any(path.is_symlink() for path in p.iterdir())] # a run makes no links
 
@@ -369,8 +389,11 @@ ASIDE = f'abandoned{TMP}' # gets what is set aside, until all of it is there
 
 def abandoned_folder(run_dir:Path)->Path: # is not there
     "Returns the next `abandoned_N`; nothing is mixed with what lies under such a name."
-    numbers = [int(p.name[10:]) for p in Path(run_dir).glob('abandoned_*')
-        if p.name[10:].isdecimal()]
+    numbers = [
+        int(p.name[10:])
+        for p in Path(run_dir).glob('abandoned_*')
+        if p.name[10:].isdecimal()
+    ]
     return Path(run_dir)/f'abandoned_{max(numbers, default=0)+1}'
 
 # %% ../../nbs/01_core.run_dir.ipynb #5e7a51de
@@ -397,10 +420,14 @@ def why_kept(folder:Path)->str: # empty: a run has made all of it
             listed |= {manifest, *(manifest.parent/name for name in names)}
     if folder.is_symlink() or folder/MANIFEST not in listed:
         return f'it has no {MANIFEST} of a run'
-    others = (p for p in folder.rglob('*') if p.is_symlink()
-        or not (p.is_dir() or p in listed))
-    return next((f'{p.relative_to(folder)} in it is not of the run' for p in others),
-        '')
+    others = (
+        p
+        for p in folder.rglob('*')
+        if p.is_symlink() or not (p.is_dir() or p in listed)
+    )
+    return next(
+        (f'{p.relative_to(folder)} in it is not of the run' for p in others), ''
+    )
 
 # %% ../../nbs/01_core.run_dir.ipynb #70fd2865
 def written(checkpoint:Path)->float: # seconds since 1970
@@ -413,8 +440,11 @@ def written(checkpoint:Path)->float: # seconds since 1970
 def _delete_old(run_dir:Path, old:list[Path])->list[Path]: # what was deleted
     "Deletes those of the checkpoints that are not needed."
     needed = {last_checkpoint(run_dir), read_pointer(run_dir, BEST)}
-    old = [p for p in old if p not in needed and not todo_of(p).exists()
-        and not why_kept(p)]
+    old = [
+        p
+        for p in old
+        if p not in needed and not todo_of(p).exists() and not why_kept(p)
+    ]
     for p in old: remove(p)
     return old
 
@@ -423,8 +453,9 @@ def prune(run_dir:Path, keep:int)->list[Path]: # newest checkpoints that stay, -
     "Deletes old checkpoints."
     last = last_checkpoint(run_dir)
     if keep==-1 or last is None: return []
-    return _delete_old(run_dir,
-        [p for p in checkpoints(run_dir) if step_of(p)<=step_of(last)][:-keep])
+    return _delete_old(
+        run_dir, [p for p in checkpoints(run_dir) if step_of(p)<=step_of(last)][:-keep]
+    )
 
 # %% ../../nbs/01_core.run_dir.ipynb #6c0e7d25
 def prune_older(run_dir:Path, days:float=7.)->list[Path]: # age
@@ -443,8 +474,9 @@ def lock_file(file, shared:bool=False)->bool|None: # `shared`: only look; None: 
         fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX)|fcntl.LOCK_NB)
     except BlockingIOError: return False
     except (ImportError, OSError) as e:
-        logger.warning('%s cannot be locked (%s): see that only one run writes there',
-            file.name, e)
+        logger.warning(
+            '%s cannot be locked (%s): see that only one run writes there', file.name, e
+        )
         return None
     return True
 
@@ -481,9 +513,11 @@ def run_lock(run_dir:Path)->Iterator[None]: # made if need be
     path = Path(run_dir)/LOCK
     until = time.monotonic()+_WAIT_S
     while (file := _locked(path)) is None:
-        require(time.monotonic()<until,
+        require(
+            time.monotonic()<until,
             f"{run_dir} is in use by {holder(run_dir) or 'another process'}: "
-            'wait for its end, stop it, or give another run_name')
+            'wait for its end, stop it, or give another run_name'
+        )
         time.sleep(.2)
     if hasattr(os, 'register_at_fork'):
         os.register_at_fork(after_in_child=file.close) # loader workers
@@ -510,18 +544,35 @@ def check_run_dir(run_dir:Path)->None: # need not be there
                 check_plain(path)
 
 # what a run replaces, and no other program's files may be called
-_REPLACED = (CONFIG,CLASSIFY,LOG,DROPPED,DROP_LIST,BAD_UPDATES,RECORD,ANSWER_TABLE,
-    KEPT_ROWS,KEPT_HELD_OUT,
-    OWN_PARTS,EXAMPLE,EXAMPLE_PICTURE,'given.yaml','curves.png','samples.png')
+_REPLACED = (
+    CONFIG,
+    CLASSIFY,
+    LOG,
+    DROPPED,
+    DROP_LIST,
+    BAD_UPDATES,
+    RECORD,
+    ANSWER_TABLE,
+    KEPT_ROWS,
+    KEPT_HELD_OUT,
+    OWN_PARTS,
+    EXAMPLE,
+    EXAMPLE_PICTURE,
+    'given.yaml',
+    'curves.png',
+    'samples.png'
+)
 
 def check_new(run_dir:Path, config:str|Path|None=None)->None: # need not be there; the user's own settings
     "Raises a UsageError that names a file which a run would replace, of a directory in which none has begun."
     if (run_dir/STATUS).is_file() or checkpoints(run_dir):
         return
     for path in (run_dir/name for name in _REPLACED if (run_dir/name).exists()):
-        require(config and path.samefile(config),
+        require(
+            config and path.samefile(config),
             f'{path} would be replaced, and is not of a run: '
-            'move it elsewhere, or give another run_name')
+            'move it elsewhere, or give another run_name'
+        )
 
 def check_way(run_dir:Path, checkpoint:Path|None, last:float)->None: # one of its own; the last update
     "Raises a UsageError that names what stands where a run will write a checkpoint, and is not of a run."
@@ -531,8 +582,11 @@ def check_way(run_dir:Path, checkpoint:Path|None, last:float)->None: # one of it
         if path in ours or not _STEP.fullmatch(path.name) or not begin<step_of(path)<=last:
             continue
         is_empty = not path.is_symlink() and path.is_dir() and not any(path.iterdir())
-        require(is_empty, f'{path} is in the way of a checkpoint, and is not of a run: '
-            'move it elsewhere, or give another run_name')
+        require(
+            is_empty,
+            f'{path} is in the way of a checkpoint, and is not of a run: '
+            'move it elsewhere, or give another run_name'
+        )
 
 # %% ../../nbs/01_core.run_dir.ipynb #86b1b53c
 def find_checkpoint(name:str|Path)->str: # the log says which is taken, and why

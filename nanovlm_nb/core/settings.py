@@ -29,13 +29,16 @@ def save_yaml(path:str|Path, vlm_cfg:VLMConfig, train_cfg:TrainConfig)->None:
     Fields of a script's own classes are left out: it adds them each time."""
     sections:dict = {}
     for name,cfg in (('vlm',vlm_cfg),('train',train_cfg)):
-        sections[name] = {field:value for field,value in cfg.to_dict().items()
-            if field in FIELDS}
+        sections[name] = {
+            field:value for field,value in cfg.to_dict().items() if field in FIELDS
+        }
     tokens = sections['vlm']['vlm_extra_tokens']
-    sections['vlm']['vlm_extra_tokens'] = [{name:token}
-        for name,token in tokens.items()]
-    write_atomic(path,
-        yaml.safe_dump(sections, sort_keys=False, allow_unicode=True, width=10**6))
+    sections['vlm']['vlm_extra_tokens'] = [
+        {name:token} for name,token in tokens.items()
+    ]
+    write_atomic(
+        path, yaml.safe_dump(sections, sort_keys=False, allow_unicode=True, width=10**6)
+    )
 
 def _in_order(tokens:Any)->Any: # `vlm_extra_tokens` as a YAML file has it
     "Returns the tokens in the order of their ids."
@@ -76,7 +79,8 @@ TRUSTED:dict[str,tuple] = dict(
     hf_repo_name=(None, '', VLMConfig.hf_repo_name),
     tracker=('auto', 'none', 'tensorboard'),
     wandb_entity=(None, TrainConfig.wandb_entity),
-    wandb_project=(TrainConfig.wandb_project, 'nanovlm_classify')) # that of a classifier, too
+    wandb_project=(TrainConfig.wandb_project, 'nanovlm_classify')
+) # that of a classifier, too
 
 def trust_flags(values:dict)->list[str]: # settings of a run
     "Returns what has to be typed again with each command that goes on with a run: `--lr_schedule mine:rate`."
@@ -93,16 +97,19 @@ def _of_run(path):
     "Whether a file comes with a run: by its name, or because it lies in a run's directory, or one below."
     if Path(path).name in (CONFIG,TRAINER_STATE): return True
     folders = Path(path).absolute().parents[:2]
-    return any(checkpoints(p) or (p/CONFIG).is_file() and (p/STATUS).is_file()
-        for p in folders)
+    return any(
+        checkpoints(p) or (p/CONFIG).is_file() and (p/STATUS).is_file() for p in folders
+    )
 
 def check_trust(path:str|Path, values:dict, given:Iterable[str])->None:
     """Raises a UsageError where a file of a run names code, or where results are sent, and the user has not
     named it again. `values` are its settings, `given` the names of those that the user gives."""
     again = trust_flags({n:v for n,v in values.items() if n not in given})
-    require(not again or not _of_run(path),
+    require(
+        not again or not _of_run(path),
         f'{path} names code, or where results are sent, and files of a '
-        f'run are read as data alone: add {" ".join(again)} if you trust it')
+        f'run are read as data alone: add {" ".join(again)} if you trust it'
+    )
 
 # %% ../../nbs/04_core.settings.ipynb #bce314fe
 def _read_yaml(path, given):
@@ -111,8 +118,10 @@ def _read_yaml(path, given):
     sections = read_sections(path, 'start it with `train:` or `vlm:`')
     check_known(sections, ['preset','vlm','train'], f'section in {path}')
     of_class = {s:sections.get(s) or {} for s in ('vlm','train')}
-    require(all(isinstance(lines, dict) for lines in of_class.values()),
-            f'{path}: `vlm` and `train` hold lines of the form `field: value`')
+    require(
+        all(isinstance(lines, dict) for lines in of_class.values()),
+        f'{path}: `vlm` and `train` hold lines of the form `field: value`'
+    )
     known = []
     there = []
     for section,cls in (('vlm',VLMConfig),('train',TrainConfig)):
@@ -144,9 +153,16 @@ def load_yaml(path:str|Path, name:str|None=None, given:dict|None={})->tuple[VLMC
 
 # %% ../../nbs/04_core.settings.ipynb #f1257023
 # fields that say where a start looks, as they are when nothing is given
-_WHERE = {n:FIELDS[n].default
-    for n in ('run_name','resume','load_from','resume_from_vlm_checkpoint',
-    'vlm_checkpoint_path')}
+_WHERE = {
+    n:FIELDS[n].default
+    for n in (
+        'run_name',
+        'resume',
+        'load_from',
+        'resume_from_vlm_checkpoint',
+        'vlm_checkpoint_path'
+    )
+}
 
 def _beside(checkpoint, name, resume):
     "The directory of a run that begins with a checkpoint of nanoVLM's kind."
@@ -210,14 +226,23 @@ def _add_field(group, f, default, help):
     how:dict = {}
     if base is bool: how = dict(nargs='?', const='True')
     if base is list: how = dict(nargs='+')
-    group.add_argument(f'--{f.name}', default=default,
-        type=lambda text: _from_text(text, f.type), help=help,
-        metavar='|'.join(choices) or base.__name__.upper(), **how)
+    group.add_argument(
+        f'--{f.name}',
+        default=default,
+        type=lambda text: _from_text(text, f.type),
+        help=help,
+        metavar='|'.join(choices) or base.__name__.upper(),
+        **how
+    )
     if f.type is bool and f.default is True:
-        group.add_argument(f'--no_{f.name}', dest=f.name, action='store_const',
+        group.add_argument(
+            f'--no_{f.name}',
+            dest=f.name,
+            action='store_const',
             const=False,
             default=default,
-            help=help if help==SUPPRESS else f'the same as --{f.name} False')
+            help=help if help==SUPPRESS else f'the same as --{f.name} False'
+        )
 
 # %% ../../nbs/04_core.settings.ipynb #974a2952
 def _underscored(word):
@@ -227,8 +252,9 @@ def _underscored(word):
 
 def help_flag(words:Iterable[str])->str: # of a command line; '' if none asks for the help
     "Returns the flag that asks for the help, `--help_all` before others."
-    return max({*map(_underscored, words)}&{'-h','--help','--help_all'}, key=len,
-        default='')
+    return max(
+        {*map(_underscored, words)}&{'-h','--help','--help_all'}, key=len, default=''
+    )
 
 # %% ../../nbs/04_core.settings.ipynb #974a2955
 def check_run(path:str|Path)->Path:
@@ -236,21 +262,28 @@ def check_run(path:str|Path)->Path:
     path = Path(path)
     run = path.resolve().parent
     inside = (path/'config.json').is_file() and (run/CONFIG).is_file()
-    require((path/CONFIG).is_file(),
-        f'{path} is a checkpoint: give its run, {run}' if inside else
-        f'{path} holds no {CONFIG}: give the directory of a run')
+    require(
+        (path/CONFIG).is_file(),
+        f'{path} is a checkpoint: give its run, {run}'
+        if inside
+        else f'{path} holds no {CONFIG}: give the directory of a run'
+    )
     return path
 
 # %% ../../nbs/04_core.settings.ipynb #974a2953
 def _combined(name, config, given):
     "What preset, file and flags make together: the file of a run that goes on, or None, the model, the run."
     inside,named = _read_yaml(config, given) if config is not None else (None,given)
-    source,vlm,train = _own_settings(named) or (None,
-        *preset(name or inside or 'shapes'))
+    source,vlm,train = _own_settings(named) or (
+        None,
+        *preset(name or inside or 'shapes')
+    )
     vlm,train = change(vlm, train, named)
     check_configs(vlm, train)
-    require(train.max_training_samples is None or 'max_training_steps' not in given,
-            'max_training_steps has no effect beside max_training_samples: give one of them')
+    require(
+        train.max_training_samples is None or 'max_training_steps' not in given,
+        'max_training_steps has no effect beside max_training_samples: give one of them'
+    )
     return dict(saved=source, vlm_cfg=vlm, train_cfg=train)
 
 # %% ../../nbs/04_core.settings.ipynb #fb59a079
@@ -260,8 +293,12 @@ class SettingsParser(Parser):
     def __init__(self, prog:str='nanovlm train', usage:str='[CONFIG.yaml] ',
         takes_run:bool=False,
         shown:str='--help', **kwargs): # as from `help_flag`; '': no texts, in a quarter of the time
-        super().__init__(prog, f'%(prog)s {usage}[--preset NAME] [--FIELD VALUE ...]',
-            formatter_class=ArgumentDefaultsHelpFormatter, **kwargs)
+        super().__init__(
+            prog,
+            f'%(prog)s {usage}[--preset NAME] [--FIELD VALUE ...]',
+            formatter_class=ArgumentDefaultsHelpFormatter,
+            **kwargs
+        )
         self.takes_run = takes_run
         about = dict.fromkeys(FIELDS, ('','',False))
         if shown:
@@ -270,22 +307,27 @@ class SettingsParser(Parser):
         self.add_argument('--help_all', action='help', help='show every setting')
         self.add_argument('--preset', choices=list(PRESETS),
                           help='configuration to start from; None: the one that the file names, else shapes')
-        self.add_argument('--config', metavar='FILE.yaml',
-            help='fields to change, under `vlm` and `train`')
+        self.add_argument(
+            '--config',
+            metavar='FILE.yaml',
+            help='fields to change, under `vlm` and `train`'
+        )
         usual = {}
         for cfg in preset('shapes'): usual |= vars(cfg)
         for name,(section,help,common) in about.items():
             if section not in groups:
                 groups[section] = self.add_argument_group(section)
             if not common and shown!='--help_all': help = SUPPRESS
-            _add_field(groups[section], FIELDS[name], usual[name],
-                help.replace('%', '%%'))
+            _add_field(
+                groups[section], FIELDS[name], usual[name], help.replace('%', '%%')
+            )
 
     def parse_args(self, args:list[str]|None=None, namespace=None): # type: ignore[override] # has one form
         "Returns `vlm_cfg`, `train_cfg`, `saved` (where a resumed run has its own), `run_dir`, and the rest."
         words = [*map(_underscored, own_words(args))]
-        values,rest = self.parse_known_args(words,
-            Namespace(**dict.fromkeys(FIELDS, MISSING)))
+        values,rest = self.parse_known_args(
+            words, Namespace(**dict.fromkeys(FIELDS, MISSING))
+        )
         found = {name:vars(values).pop(name) for name in FIELDS}
         given = {name:value for name,value in found.items() if value is not MISSING}
         first = Path(rest[0]) if rest else Path('none')
@@ -296,8 +338,10 @@ class SettingsParser(Parser):
         elif first.suffix in ('.yaml','.yml'):
             values.config = values.config or str(first)
             del rest[0]
-        require(not (first/CONFIG).is_file() or values.run_dir,
-            f'`{first}` belongs to no flag: give --config {first/CONFIG}')
+        require(
+            not (first/CONFIG).is_file() or values.run_dir,
+            f'`{first}` belongs to no flag: give --config {first/CONFIG}'
+        )
         self.refuse(rest)
         vars(values).update(_combined(values.preset, values.config, given))
         return values

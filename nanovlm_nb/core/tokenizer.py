@@ -21,17 +21,27 @@ SPECIAL_TOKENS = ('<|endoftext|>', '<|im_start|>', '<|im_end|>') # ids 0, 1, 2, 
 def train_bpe(texts:list[str], vocab_size:int)->Tokenizer: # at most, special tokens included
     "Returns a bare tokenizer whose byte-level BPE vocabulary was learned from texts; digits stay single."
     least = len(SPECIAL_TOKENS)+256
-    require(vocab_size>=least,
-        f'vocab_size {vocab_size} is below {least}, a token a byte: raise it')
+    require(
+        vocab_size>=least,
+        f'vocab_size {vocab_size} is below {least}, a token a byte: raise it'
+    )
     tok = Tokenizer(models.BPE())
     tok.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False)])
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False)
+        ]
+    )
     tok.decoder = decoders.ByteLevel()
-    tok.train_from_iterator(texts,
-        trainers.BpeTrainer(vocab_size=vocab_size, show_progress=False,
-        special_tokens=[*SPECIAL_TOKENS],
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet())))
+    tok.train_from_iterator(
+        texts,
+        trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            show_progress=False,
+            special_tokens=[*SPECIAL_TOKENS],
+            initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet())
+        )
+    )
     return tok
 
 # %% ../../nbs/10_core.tokenizer.ipynb #5ee5992e
@@ -41,16 +51,25 @@ def train_tokenizer(texts:list[str], vocab_size:int, # at most, without the extr
     """Returns a small byte-level BPE tokenizer with SmolLM2's special tokens, as `get_tokenizer` returns one;
     extra tokens and template are given alike."""
     end,bos,eos = SPECIAL_TOKENS
-    return PreTrainedTokenizerFast(tokenizer_object=train_bpe(texts, vocab_size),
+    return PreTrainedTokenizerFast(
+        tokenizer_object=train_bpe(texts, vocab_size),
         bos_token=bos,
-        eos_token=eos, unk_token=end, pad_token=eos,
-        **_extras(extra_special_tokens, chat_template))
+        eos_token=eos,
+        unk_token=end,
+        pad_token=eos,
+        **_extras(extra_special_tokens, chat_template)
+    )
 
 # %% ../../nbs/10_core.tokenizer.ipynb #87b55391
 def _extras(tokens, chat_template):
     "Keyword arguments for a tokenizer; what is not given is left to the tokenizer's own files."
-    return {k:v
-        for k,v in dict(extra_special_tokens=tokens, chat_template=chat_template).items() if v}
+    return {
+        k:v
+        for k,v in dict(
+            extra_special_tokens=tokens, chat_template=chat_template
+        ).items()
+        if v
+    }
 
 # %% ../../nbs/10_core.tokenizer.ipynb #628387b7
 # a template that writes today's date would train on other tokens tomorrow
@@ -61,19 +80,24 @@ def get_tokenizer(name:str, # a hub id, or a directory with `tokenizer.json`
     chat_template:str|None=None)->PreTrainedTokenizerBase: # Jinja, from messages to one text; None: its own
     "Returns a tokenizer with the extra tokens as attributes: `image_token`, `image_token_id`, `r1c1`, ..."
     from transformers import AutoTokenizer # knows every model there is: a second to import
-    how = dict(use_fast=True, trust_remote_code=False)|_extras(extra_special_tokens,
-        chat_template)
+    how = dict(use_fast=True, trust_remote_code=False)|_extras(
+        extra_special_tokens, chat_template
+    )
     if not Path(name).is_dir(): check_hub_name(name)
     try:
         tok = AutoTokenizer.from_pretrained(name, **how)
     except (OSError, ValueError) as e:
         raise MissingFile(f"lm_tokenizer {name}: "
             f"{' '.join(str(e).split())[:300]} Correct the name, or see that the network is there") from e
-    require(tok.is_fast,
-        f'{name} has no tokenizer.json, whose offsets the mask needs: convert it first')
-    require(tok.eos_token is not None,
+    require(
+        tok.is_fast,
+        f'{name} has no tokenizer.json, whose offsets the mask needs: convert it first'
+    )
+    require(
+        tok.eos_token is not None,
         f'{name} has no eos_token, so no answer would end: set it in '
-        'tokenizer_config.json')
+        'tokenizer_config.json'
+    )
     tok.pad_token = tok.eos_token
     template = tok.chat_template or ''
     if 'strftime_now' in template and _TODAY not in template:
@@ -88,16 +112,19 @@ def save_tokenizer(tokenizer:PreTrainedTokenizerBase, folder:str|Path)->None:
     config = json.loads(file.read_text(encoding='utf-8'))
     usual = {*PreTrainedTokenizerBase.SPECIAL_TOKENS_ATTRIBUTES}
     named = {k:str(t) for k,t in tokenizer.special_tokens_map.items() if k not in usual}
-    both = dict(tokenizer_class='PreTrainedTokenizerFast',
+    both = dict(
+        tokenizer_class='PreTrainedTokenizerFast',
         model_input_names=['input_ids','attention_mask'],
-                extra_special_tokens=named)
+        extra_special_tokens=named
+    )
     unnamed = config.get('extra_special_tokens')
     if isinstance(unnamed, list):
         both['additional_special_tokens'] = unnamed
     for here in ('is_local','local_files_only'):
         config.pop(here, None) # of this machine
-    file.write_text(json.dumps(config|both, indent=2, ensure_ascii=False)+'\n',
-        encoding='utf-8')
+    file.write_text(
+        json.dumps(config|both, indent=2, ensure_ascii=False)+'\n', encoding='utf-8'
+    )
 
 # %% ../../nbs/10_core.tokenizer.ipynb #c20758a8
 def check_tokenizer(tokenizer:PreTrainedTokenizerBase, vlm_cfg:VLMConfig)->None:
@@ -105,18 +132,24 @@ def check_tokenizer(tokenizer:PreTrainedTokenizerBase, vlm_cfg:VLMConfig)->None:
     n = len(tokenizer)
     base = vlm_cfg.lm_base_vocab_size
     extra = vlm_cfg.vlm_extra_tokens
-    require(n<=vlm_cfg.lm_vocab_size,
+    require(
+        n<=vlm_cfg.lm_vocab_size,
         f'the tokenizer has {n} tokens, the model {vlm_cfg.lm_vocab_size}: '
-        f'set lm_base_vocab_size to {n-len(extra)}')
+        f'set lm_base_vocab_size to {n-len(extra)}'
+    )
     ids = {name:getattr(tokenizer, f'{name}_id', None) for name in extra}
     for i,(name,token) in enumerate(extra.items(), base):
         got = ids[name]
-        require(got is not None,
-            f'the tokenizer lacks {name} ({token}): pass it vlm_extra_tokens')
+        require(
+            got is not None,
+            f'the tokenizer lacks {name} ({token}): pass it vlm_extra_tokens'
+        )
         require(got==i or {*ids.values()}!={*range(base, base+len(extra))},
             f'the tokenizer has {token} at '
             f'id {got}, the model expects {i}: write vlm_extra_tokens as a list in the order of their ids, '
             f'{", ".join(sorted(ids, key=lambda name: ids[name] or 0)[:3])}, ...')
-        require(got==i,
+        require(
+            got==i,
             f'the tokenizer has {token} at id {got}, the model expects {i}: '
-            f'set lm_base_vocab_size to {(got or 0)-i+base}')
+            f'set lm_base_vocab_size to {(got or 0)-i+base}'
+        )

@@ -30,9 +30,16 @@ class MissingFile(UsageError, FileNotFoundError):
 class Unreachable(UsageError, ConnectionError):
     "A user error about what the network did not give."
 
-_MENDED = {errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST,
-    errno.ENOTDIR, errno.EISDIR,
-    errno.ENAMETOOLONG} # refusals that another path mends
+_MENDED = {
+    errno.ENOENT,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.EEXIST,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.ENAMETOOLONG
+} # refusals that another path mends
 
 # %% ../../nbs/00_core.usage.ipynb #e5b1000b
 @contextmanager
@@ -91,11 +98,13 @@ def nearest(name:str, known:Iterable[str])->str|None: # None: no name is near
     ours = '.'.join(filter(None, (section,OTHER_WORDS.get(word))))
     if word in OTHER_WORDS and ours in bare: return bare[ours]
     def words(text): return {*text.split('_')}
-    near = sorted((k for k in bare if words(name)<words(k)),
-        key=lambda k: len(words(k)))
+    near = sorted(
+        (k for k in bare if words(name)<words(k)), key=lambda k: len(words(k))
+    )
     near += difflib.get_close_matches(name, bare, n=1, cutoff=.72) # of 1, the similarity
-    near += sorted((k for k in bare if words(k)<words(name)),
-        key=lambda k: -len(words(k)))
+    near += sorted(
+        (k for k in bare if words(k)<words(name)), key=lambda k: -len(words(k))
+    )
     return bare[near[0]] if near else None
 
 # %% ../../nbs/00_core.usage.ipynb #a2bd2182
@@ -114,8 +123,10 @@ def check_known(names:Iterable[str], known:Iterable[str], what:str)->None: # wha
 
 # %% ../../nbs/00_core.usage.ipynb #0937deb3
 # control characters but newline and tab, marks of direction, halves of characters
-_UNSEEN = re.compile('[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b\u200e\u200f'
-    '\u2028-\u202e\u2066-\u2069\ud800-\udfff]')
+_UNSEEN = re.compile(
+    '[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b\u200e\u200f'
+    '\u2028-\u202e\u2066-\u2069\ud800-\udfff]'
+)
 
 def printable(text:str)->str:
     "Returns the text with the code of each character that a terminal would obey, such as `\\x1b`."
@@ -155,8 +166,9 @@ class Parser(ArgumentParser):
     "The parser of a command, which raises a UsageError."
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs|dict(allow_abbrev=False)) # a short form may mean two flags one day
-        self.add_argument(DEBUG, action='store_true',
-            help='show the traceback of an error')
+        self.add_argument(
+            DEBUG, action='store_true', help='show the traceback of an error'
+        )
 
     def error(self, message:str)->NoReturn:
         "Raises the complaint."
@@ -165,8 +177,10 @@ class Parser(ArgumentParser):
     def refuse(self, rest:list[str])->None: # words that belong to no argument
         "Raises a UsageError about the first flag, with the nearest name, or about the first word."
         flags = [word.split('=')[0] for word in rest if word.startswith('-')]
-        require(flags or not rest,
-            f"`{' '.join(rest[:1])}` belongs to no flag: write --FLAG VALUE")
+        require(
+            flags or not rest,
+            f"`{' '.join(rest[:1])}` belongs to no flag: write --FLAG VALUE"
+        )
         check_known(flags[:1], self._option_string_actions, 'flag')
 
     def parse_args(self, args:list[str]|None=None, namespace=None): # type: ignore[override] # has one form
@@ -184,8 +198,10 @@ def near_path(name:str|Path)->str: # that does not exist; empty: nothing beside 
     return f', did you mean {path.with_name(near)}?' if near else ''
 
 # a name of the hub does not end like this
-_OF_FILES = {*'.json .jsonl .csv .tsv .parquet .arrow .tar .zip .txt .yaml'.split(),
-    *'.safetensors .pth .png .jpg'.split()}
+_OF_FILES = {
+    *'.json .jsonl .csv .tsv .parquet .arrow .tar .zip .txt .yaml'.split(),
+    *'.safetensors .pth .png .jpg'.split()
+}
 
 def check_hub_name(name:str|Path)->None: # of a model, a tokenizer or a data set that is not here
     "Raises a MissingFile about what can only be a path."
@@ -200,18 +216,23 @@ def check_new_folder(name:str|Path)->None: # where something will be written
     "Raises a UsageError unless a directory of this name is empty, or can be made."
     place = Path(name).absolute()
     first = next(p for p in (place, *place.parents) if p.exists() or p.is_symlink())
-    require(first.is_dir(),
-        f'{name}: {first} is a file, or a link to nothing: give a new directory')
-    require(first!=place or not any(place.iterdir()),
-        f'{name} is not empty: give a new directory')
+    require(
+        first.is_dir(),
+        f'{name}: {first} is a file, or a link to nothing: give a new directory'
+    )
+    require(
+        first!=place or not any(place.iterdir()),
+        f'{name} is not empty: give a new directory'
+    )
 
 # %% ../../nbs/00_core.usage.ipynb #e62e6c02
 def own_words(argv:list[str]|None=None)->list[str]: # default: of the process
     "Returns the arguments without the `--local_rank=N` of a launcher."
     words = sys.argv[1:] if argv is None else argv
     if 'LOCAL_RANK' not in os.environ: return words
-    return [word for word in words
-        if not word.startswith(('--local_rank=','--local-rank='))]
+    return [
+        word for word in words if not word.startswith(('--local_rank=','--local-rank='))
+    ]
 
 # %% ../../nbs/00_core.usage.ipynb #e62e6c03
 def without_debug(argv:list[str]|None=None)->tuple[list[str],bool]: # default: of the process

@@ -36,8 +36,15 @@ class UnreadableImage(UsageError):
     "A picture that cannot be decoded; the message says why."
 
 # %% ../../nbs/14_data.images.ipynb #a1b0c032
-_HEIC = (b'ftypheic', b'ftypheix', b'ftyphevc', b'ftypheim', b'ftypheis', b'ftypmif1',
-    b'ftypmsf1')
+_HEIC = (
+    b'ftypheic',
+    b'ftypheix',
+    b'ftyphevc',
+    b'ftypheim',
+    b'ftypheis',
+    b'ftypmif1',
+    b'ftypmsf1'
+)
 _KINDS = ( # where in a file, one of which bytes -> what it is
     (4, _HEIC, 'a HEIC picture: convert it to JPEG'),
     (4, (b'ftypavif', b'ftypavis'),
@@ -73,10 +80,22 @@ def _kind_of(head:bytes)->str: # the first bytes of a file, 132 or more
     return f'unknown, {head[:8].hex(" ")}'
 
 # %% ../../nbs/14_data.images.ipynb #d9afd4c9
-_BROKEN_FILE = (OSError, ValueError, SyntaxError, EOFError, struct.error, zlib.error,
-    RuntimeError, TypeError,
-    AttributeError, Image.DecompressionBombError, LookupError, ArithmeticError,
-    AssertionError, MemoryError)
+_BROKEN_FILE = (
+    OSError,
+    ValueError,
+    SyntaxError,
+    EOFError,
+    struct.error,
+    zlib.error,
+    RuntimeError,
+    TypeError,
+    AttributeError,
+    Image.DecompressionBombError,
+    LookupError,
+    ArithmeticError,
+    AssertionError,
+    MemoryError
+)
 
 def _refuse(e:Exception, src:Any='')->NoReturn:
     "Raise an `UnreadableImage` that says what is wrong with `src`, without addresses of this process."
@@ -86,8 +105,10 @@ def _refuse(e:Exception, src:Any='')->NoReturn:
     data = isinstance(src, (bytes, bytearray, memoryview))
     if not data and not isinstance(src, (str, os.PathLike)) and not hasattr(src,
         'read'):
-        raise UnreadableImage(f'{src!r:.40} is no picture: give bytes, a file name, an open file, '
-                              'a PIL image or a dictionary with `bytes` or `path`') from e
+        raise UnreadableImage(
+            f'{src!r:.40} is no picture: give bytes, a file name, an open file, '
+            'a PIL image or a dictionary with `bytes` or `path`'
+        ) from e
     message = f'{type(e).__name__}: {re.sub(" at 0x[0-9a-fA-F]+", "", str(e))}'
     if isinstance(e, Image.DecompressionBombError):
         message += ' Scale it down'
@@ -166,9 +187,20 @@ def open_header(src:Picture)->Image.Image: # opened lazily: size and mode are kn
 
 # %% ../../nbs/14_data.images.ipynb #360ea662
 _T = Image.Transpose
-_TURNS = dict(enumerate((_T.FLIP_LEFT_RIGHT, _T.ROTATE_180, _T.FLIP_TOP_BOTTOM,
-    _T.TRANSPOSE, _T.ROTATE_270,
-    _T.TRANSVERSE, _T.ROTATE_90), 2))
+_TURNS = dict(
+    enumerate(
+        (
+            _T.FLIP_LEFT_RIGHT,
+            _T.ROTATE_180,
+            _T.FLIP_TOP_BOTTOM,
+            _T.TRANSPOSE,
+            _T.ROTATE_270,
+            _T.TRANSVERSE,
+            _T.ROTATE_90
+        ),
+        2
+    )
+)
 
 def _orientation(im):
     "EXIF orientation 1 to 8 that is still to be applied, without decoding pixels."
@@ -202,8 +234,9 @@ def _rgb(im, pixel_max=None):
         x = np.rint(np.nan_to_num(x)*(255/white)) if pixel_max else x>>8
         im = Image.fromarray(x.astype(np.uint8))
     if im.has_transparency_data:
-        im = Image.alpha_composite(Image.new('RGBA', im.size, 'white'),
-            im.convert('RGBA'))
+        im = Image.alpha_composite(
+            Image.new('RGBA', im.size, 'white'), im.convert('RGBA')
+        )
     return im.convert('RGB')
 
 # %% ../../nbs/14_data.images.ipynb #e10c0020
@@ -256,8 +289,10 @@ def global_view(x:Tensor, tile:int)->Tensor: # (3, H, W) -> (1, 3, tile, tile), 
 # %% ../../nbs/14_data.images.ipynb #f8d1b34c
 def _smolvlm_sizes(w:int, h:int, max_side:int, tile:int)->tuple[tuple[int,int],tuple[int,int]]: # pixels
     "(width, height) after each of the two resizes that a picture passes on its way to SmolVLM's tiles."
-    require(max_side <= 4096,
-        f'max_img_size {max_side} is more than the 4096 of SmolVLM: lower it')
+    require(
+        max_side <= 4096,
+        f'max_img_size {max_side} is more than the 4096 of SmolVLM: lower it'
+    )
     short = int(max_side/(w/h)) if w >= h else int(max_side*(w/h))
     short = max(1, short + short%2)
     w, h = first = (max_side, short) if w >= h else (short, max_side)
@@ -275,8 +310,9 @@ def _smolvlm_tiles(im:Image.Image, max_side:int, tile:int)->Tensor: # RGB -> uin
     for size in _smolvlm_sizes(w, h, max_side, tile):
         im = im.resize(size, lanczos)
     parts = [im] if im.size == (tile, tile) else [im, im.resize((tile, tile), lanczos)]
-    return torch.cat([split_tiles(torch.from_numpy(np.stack(part.split())), tile)
-        for part in parts])
+    return torch.cat(
+        [split_tiles(torch.from_numpy(np.stack(part.split())), tile) for part in parts]
+    )
 
 # %% ../../nbs/14_data.images.ipynb #a10c0002
 def smart_resize(w:int, h:int, tile:int, min_pixels:int, max_pixels:int)->tuple[int,int]: # of the picture
@@ -299,8 +335,10 @@ def _augment(processor, im, rng):
     for t in processor.custom_transforms:
         new = t(im, rng)
         name = getattr(t, '__name__', t)
-        require(isinstance(new, Image.Image),
-            f'custom transform {name} returned {new!r:.40}, no PIL image')
+        require(
+            isinstance(new, Image.Image),
+            f'custom transform {name} returned {new!r:.40}, no PIL image'
+        )
         same = processor.grid(*im.size) == processor.grid(*new.size)
         require(same,
             f'custom transform {name} made {new.size} of {im.size}, which is another grid of tiles '
@@ -359,7 +397,14 @@ get_image_processor = ImageProcessor # nanoVLM's name
 def image_processor_of(cfg:VLMConfig,
     custom_transforms:tuple[Callable,...]=())->ImageProcessor:
     "What a model's pictures go through, in training and ever after."
-    return ImageProcessor(cfg.max_img_size, cfg.vit_img_size,
-        cfg.resize_to_max_side_len, custom_transforms,
-        cfg.image_convention, cfg.min_pixels, cfg.max_pixels, cfg.tiles_per_window,
-        cfg.pixel_max)
+    return ImageProcessor(
+        cfg.max_img_size,
+        cfg.vit_img_size,
+        cfg.resize_to_max_side_len,
+        custom_transforms,
+        cfg.image_convention,
+        cfg.min_pixels,
+        cfg.max_pixels,
+        cfg.tiles_per_window,
+        cfg.pixel_max
+    )

@@ -53,8 +53,9 @@ def _kept_row(row:dict|Dropped, place:int)->dict: # from `to_row`; its number
     prefix = row['id'].removesuffix(f'/{number}')
     source = row.get('source') if prefix in ('sample', row.get('source')) else prefix
     images = [dict(bytes=_picture_bytes(p), path=None) for p in row['images']]
-    return {n:row.get(n) for n in _COLUMNS}|dict(images=images, source=source,
-        row_id=number)
+    return {n:row.get(n) for n in _COLUMNS}|dict(
+        images=images, source=source, row_id=number
+    )
 
 # %% ../../nbs/26_data.kept.ipynb #19a1c010
 KEEP_BYTES = 200_000_000 # of pictures and texts that a run keeps at most
@@ -65,8 +66,9 @@ def _table(rows:Iterable[dict])->bytes|None: # from `_kept_row`; a parquet file,
     kept = []
     size = 0
     for row in rows:
-        size += sum(len(p['bytes']) for p in row['images'])+sum(len(str(t))
-            for t in row['texts'])
+        size += sum(len(p['bytes']) for p in row['images'])+sum(
+            len(str(t)) for t in row['texts']
+        )
         if size>KEEP_BYTES: return None
         kept.append(row)
     if not kept: return None
@@ -124,8 +126,9 @@ def loaders_of(train_cfg:TrainConfig, run_dir:Path)->Callable: # see `get_datalo
     "What makes the loaders of a run, also if it was given its rows in Python."
     cfg = train_cfg
     if cfg.train_dataset_path!=OWN_ROWS: return get_dataloaders
-    train = MapSource(_read_kept(kept_rows(run_dir)), cfg.seed, cfg.val_size,
-        cfg.data_cutoff_idx)
+    train = MapSource(
+        _read_kept(kept_rows(run_dir)), cfg.seed, cfg.val_size, cfg.data_cutoff_idx
+    )
     return partial(get_dataloaders, rows=(train, train.held_out()))
 
 def held_out_loader(train_cfg:TrainConfig, vlm_cfg:VLMConfig, tokenizer:Any,

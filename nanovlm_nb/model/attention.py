@@ -42,12 +42,14 @@ def explicit_attention(
     dtype = torch.promote_types(q.dtype, torch.float32)
     group = q.shape[1]//k.shape[1]
     k,v = (x.to(dtype).repeat_interleave(group, 1) for x in (k,v))
-    mask = document_mask(layout or Layout.from_doc_lens([q.shape[2:3]], q.shape[2]),
-        causal, q.device)
+    mask = document_mask(
+        layout or Layout.from_doc_lens([q.shape[2:3]], q.shape[2]), causal, q.device
+    )
     with torch.autocast('cpu' if q.is_meta else q.device.type, enabled=False):
         scores = q.to(dtype) @ k.transpose(-1,-2) / q.shape[-1]**.5
-        weights = F.dropout(scores.masked_fill(~mask, -torch.inf).softmax(-1),
-            dropout_p)
+        weights = F.dropout(
+            scores.masked_fill(~mask, -torch.inf).softmax(-1), dropout_p
+        )
         return _zero_padding((weights @ v).to(q.dtype), layout)
 
 # %% ../../nbs/28_model.attention.ipynb #37d4bb0e
@@ -68,8 +70,9 @@ def sdpa_attention(q:Tensor, k:Tensor, v:Tensor, # as for `explicit_attention`
     if layout is not None:
         k,v = (x.repeat_interleave(group, 1) for x in (k,v))
         mask = document_mask(layout, causal, q.device)
-        return _zero_padding(fused(q, k, v, attn_mask=mask, dropout_p=dropout_p),
-            layout)
+        return _zero_padding(
+            fused(q, k, v, attn_mask=mask, dropout_p=dropout_p), layout
+        )
     how = dict(dropout_p=dropout_p, is_causal=causal, enable_gqa=group>1)
     if q.device.type=='cpu' and q.shape[2]<=SHORT_ROW and q.dtype==torch.bfloat16:
         with torch.autocast('cpu', enabled=False):
@@ -86,8 +89,11 @@ def docs_attention(q:Tensor, k:Tensor, v:Tensor, # as for `explicit_attention`
     if not any(layout.doc_lens): return 0*(q+k.sum()+v.sum())
     runs = []
     for lens,start in zip(layout.doc_lens, layout.starts):
-        row = [(start,False), *((n,True) for n in lens),
-            (layout.T-start-sum(lens),False)]
+        row = [
+            (start,False),
+            *((n,True) for n in lens),
+            (layout.T-start-sum(lens),False)
+        ]
         runs += [(n,real) for n,real in row if n]
     equal = [(n,real,len([*same])) for (n,real),same in groupby(runs)] # neighbours of one length are a batch
     cut = [n*count for n,_,count in equal]
@@ -126,15 +132,27 @@ def varlen_attention(q:Tensor, k:Tensor, v:Tensor, # as for `explicit_attention`
     cu = (layout or Layout.from_doc_lens([[T]]*B, T)).to(q.device).cu
     q,k,v = (x.transpose(1,2).flatten(0,1) for x in (q,k,v))
     longest = T if layout is None else layout.longest or T
-    out = varlen_attn(q, k, v, cu, cu, longest, longest,
+    out = varlen_attn(
+        q,
+        k,
+        v,
+        cu,
+        cu,
+        longest,
+        longest,
         window_size=(-1, 0 if causal else -1),
-                      **(SHARING if H!=k.shape[1] else {}))
+        **(SHARING if H!=k.shape[1] else {})
+    )
     return _zero_padding(out.view(B, T, H, D).transpose(1,2), layout)
 
 # %% ../../nbs/28_model.attention.ipynb #40a263cf
 log = logging.getLogger(__name__)
-BACKENDS:dict = dict(varlen=varlen_attention, docs=docs_attention, sdpa=sdpa_attention,
-                     explicit=explicit_attention)
+BACKENDS:dict = dict(
+    varlen=varlen_attention,
+    docs=docs_attention,
+    sdpa=sdpa_attention,
+    explicit=explicit_attention
+)
 
 @lru_cache(maxsize=None)
 def problem_of(name:str, kind:str, dtype:torch.dtype, # in `BACKENDS`; of a device, e.g. `cuda`; of q, k and v
@@ -166,10 +184,15 @@ def choose_backend(asked:str, packed:bool, # in `BACKENDS`, `flash` or auto; row
         if order[0]!='varlen': break
         problem = problem_of(name, kind, dtype)
         if problem is None: break
-        log.warning('attention on %s: backend %s cannot be used, %s', kind, name,
-            problem)
-    log.info('attention on %s, %s: backend %s', kind,
-        'documents' if packed else 'full rows', name)
+        log.warning(
+            'attention on %s: backend %s cannot be used, %s', kind, name, problem
+        )
+    log.info(
+        'attention on %s, %s: backend %s',
+        kind,
+        'documents' if packed else 'full rows',
+        name
+    )
     return name
 
 # %% ../../nbs/28_model.attention.ipynb #d5529264

@@ -41,59 +41,102 @@ class Family:
     zeros:tuple = () # our tensors that they lack and that are zero
 
 # %% ../../nbs/34_model.backbones.ipynb #a1342c6a
-SIGLIP = Family('vision_config', 'vision_model.', {
+SIGLIP = Family(
+    'vision_config',
+    'vision_model.',
+    {
         'patch_embedding.conv.*': 'embeddings.patch_embedding.*',
         'patch_embedding.position_embedding': 'embeddings.position_embedding.weight',
         'blocks.*.ln1.*': 'encoder.layers.*.layer_norm1.*',
-        'blocks.*.attn.qkv_proj.*': [f'encoder.layers.*.self_attn.{x}_proj.*'
-            for x in 'qkv'],
+        'blocks.*.attn.qkv_proj.*': [
+            f'encoder.layers.*.self_attn.{x}_proj.*' for x in 'qkv'
+        ],
         'blocks.*.attn.out_proj.*': 'encoder.layers.*.self_attn.out_proj.*',
         'blocks.*.ln2.*': 'encoder.layers.*.layer_norm2.*',
         'blocks.*.mlp.*.*': 'encoder.layers.*.mlp.*.*',
-        'layer_norm.*': 'post_layernorm.*'},
-    dict(vit_hidden_dim='hidden_size', vit_inter_dim='intermediate_size',
+        'layer_norm.*': 'post_layernorm.*'
+    },
+    dict(
+        vit_hidden_dim='hidden_size',
+        vit_inter_dim='intermediate_size',
         vit_patch_size='patch_size',
-        vit_img_size='image_size', vit_n_heads='num_attention_heads',
+        vit_img_size='image_size',
+        vit_n_heads='num_attention_heads',
         vit_n_blocks='num_hidden_layers',
-        vit_ln_eps='layer_norm_eps', vit_activation='hidden_act'),
+        vit_ln_eps='layer_norm_eps',
+        vit_activation='hidden_act'
+    ),
     dict(num_channels=3),
-    ('text_model.*', 'vision_model.head.*', 'logit_*', '*.position_ids'))
+    ('text_model.*', 'vision_model.head.*', 'logit_*', '*.position_ids')
+)
 
 # %% ../../nbs/34_model.backbones.ipynb #47d072a9
-CLIP = replace(SIGLIP,
-    names={k:v for k,v in SIGLIP.names.items() if k not in ('layer_norm.*','patch_embedding.conv.*')} | {
+CLIP = replace(
+    SIGLIP,
+    names={
+        k:v
+        for k,v in SIGLIP.names.items()
+        if k not in ('layer_norm.*','patch_embedding.conv.*')
+    }
+    | {
         'patch_embedding.conv.weight': 'embeddings.patch_embedding.weight',
         'patch_embedding.cls_token': 'embeddings.class_embedding',
-        'pre_norm.*': 'pre_layrnorm.*'},
-    ignore=('text_model.*', '*_projection.*', 'logit_*', '*.position_ids',
-        '*.post_layernorm.*'),
-    fixed=dict(vit_cls_flag=True, vit_keep_patches=True, vit_pre_norm=True,
-        vit_post_norm=False),
-    zeros=('patch_embedding.conv.bias',))
+        'pre_norm.*': 'pre_layrnorm.*'
+    },
+    ignore=(
+        'text_model.*',
+        '*_projection.*',
+        'logit_*',
+        '*.position_ids',
+        '*.post_layernorm.*'
+    ),
+    fixed=dict(
+        vit_cls_flag=True, vit_keep_patches=True, vit_pre_norm=True, vit_post_norm=False
+    ),
+    zeros=('patch_embedding.conv.bias',)
+)
 
 # %% ../../nbs/34_model.backbones.ipynb #33265949
-DINOV2 = Family('', 'dinov2.', {
+DINOV2 = Family(
+    '',
+    'dinov2.',
+    {
         'patch_embedding.conv.*': 'embeddings.patch_embeddings.projection.*',
         'patch_embedding.position_embedding': 'embeddings.position_embeddings',
         'patch_embedding.cls_token': 'embeddings.cls_token',
         'blocks.*.ln1.*': 'encoder.layer.*.norm1.*',
-        'blocks.*.attn.qkv_proj.*': [f'encoder.layer.*.attention.attention.{x}.*'
-                                     for x in ('query','key','value')],
-        'blocks.*.attn.out_proj.*': ['encoder.layer.*.attention.output.dense.*',
-                                     'encoder.layer.*.layer_scale1.lambda1'],
+        'blocks.*.attn.qkv_proj.*': [
+            f'encoder.layer.*.attention.attention.{x}.*'
+            for x in ('query','key','value')
+        ],
+        'blocks.*.attn.out_proj.*': [
+            'encoder.layer.*.attention.output.dense.*',
+            'encoder.layer.*.layer_scale1.lambda1'
+        ],
         'blocks.*.ln2.*': 'encoder.layer.*.norm2.*',
         'blocks.*.mlp.fc1.*': 'encoder.layer.*.mlp.fc1.*',
-        'blocks.*.mlp.fc2.*': ['encoder.layer.*.mlp.fc2.*',
-            'encoder.layer.*.layer_scale2.lambda1'],
-        'layer_norm.*': 'layernorm.*'},
-    {k:v for k,v in SIGLIP.fields.items() if k not in ('vit_inter_dim','vit_img_size')},
+        'blocks.*.mlp.fc2.*': [
+            'encoder.layer.*.mlp.fc2.*',
+            'encoder.layer.*.layer_scale2.lambda1'
+        ],
+        'layer_norm.*': 'layernorm.*'
+    },
+    {
+        k:v
+        for k,v in SIGLIP.fields.items()
+        if k not in ('vit_inter_dim','vit_img_size')
+    },
     dict(num_channels=3, use_swiglu_ffn=False, mlp_ratio=4, qkv_bias=True),
     ('*.mask_token', 'classifier.*'),
-    fixed=dict(vit_img_size=224, vit_cls_flag=True, vit_keep_patches=True))
+    fixed=dict(vit_img_size=224, vit_cls_flag=True, vit_keep_patches=True)
+)
 
 
 # %% ../../nbs/34_model.backbones.ipynb #12c3acec
-LLAMA = Family('', 'model.', {
+LLAMA = Family(
+    '',
+    'model.',
+    {
         'token_embedding.weight': 'embed_tokens.weight',
         'blocks.*.norm1.weight': 'layers.*.input_layernorm.weight',
         'blocks.*.attn.out_proj.weight': 'layers.*.self_attn.o_proj.weight',
@@ -101,27 +144,46 @@ LLAMA = Family('', 'model.', {
         'blocks.*.norm2.weight': 'layers.*.post_attention_layernorm.weight',
         'blocks.*.mlp.*.weight': 'layers.*.mlp.*.weight',
         'norm.weight': 'norm.weight',
-        'head.weight': '/lm_head.weight'},
-    dict(lm_hidden_dim='hidden_size', lm_inter_dim='intermediate_size',
+        'head.weight': '/lm_head.weight'
+    },
+    dict(
+        lm_hidden_dim='hidden_size',
+        lm_inter_dim='intermediate_size',
         lm_rms_eps='rms_norm_eps',
-        lm_n_heads='num_attention_heads', lm_n_kv_heads='num_key_value_heads',
-        lm_n_blocks='num_hidden_layers', lm_base_vocab_size='vocab_size'),
+        lm_n_heads='num_attention_heads',
+        lm_n_kv_heads='num_key_value_heads',
+        lm_n_blocks='num_hidden_layers',
+        lm_base_vocab_size='vocab_size'
+    ),
     dict(hidden_act='silu', attention_bias=False, mlp_bias=False),
-    ('*.inv_freq',))
+    ('*.inv_freq',)
+)
 
-QWEN2 = replace(LLAMA,
+QWEN2 = replace(
+    LLAMA,
     names=LLAMA.names | {'blocks.*.attn.*_proj.bias': 'layers.*.self_attn.*_proj.bias'},
     requires=dict(hidden_act='silu', use_sliding_window=False),
-    fixed=dict(lm_qkv_bias=True))
-QWEN3 = replace(LLAMA,
-                names=LLAMA.names | {'blocks.*.attn.*_norm.weight': 'layers.*.self_attn.*_norm.weight'},
+    fixed=dict(lm_qkv_bias=True)
+)
+QWEN3 = replace(
+    LLAMA,
+    names=LLAMA.names
+    | {'blocks.*.attn.*_norm.weight': 'layers.*.self_attn.*_norm.weight'},
     requires=dict(hidden_act='silu', attention_bias=False, use_sliding_window=False),
-    fixed=dict(lm_qk_norm=True))
+    fixed=dict(lm_qk_norm=True)
+)
 
 # by `model_type`
-FAMILIES = dict(siglip=SIGLIP, siglip_vision_model=SIGLIP, clip=CLIP,
-    clip_vision_model=CLIP, dinov2=DINOV2,
-                llama=LLAMA, qwen2=QWEN2, qwen3=QWEN3)
+FAMILIES = dict(
+    siglip=SIGLIP,
+    siglip_vision_model=SIGLIP,
+    clip=CLIP,
+    clip_vision_model=CLIP,
+    dinov2=DINOV2,
+    llama=LLAMA,
+    qwen2=QWEN2,
+    qwen3=QWEN3
+)
 
 # %% ../../nbs/34_model.backbones.ipynb #c3eac819
 def their_names(name:str, family:Family)->list[str]: # a tensor of ours; the table
@@ -162,13 +224,19 @@ def _family(folder, wanted):
     "The family of a checkpoint, and the part of its configuration that describes the model."
     config = _their_config(folder)
     known = _families(wanted)
-    require(config.model_type in known,
+    require(
+        config.model_type in known,
         f"{folder} is a checkpoint of type {config.model_type!r}: "
-        f"types that can be read here are {', '.join(known)}")
+        f"types that can be read here are {', '.join(known)}"
+    )
     family = known[config.model_type]
     part = getattr(config, family.part, config) if family.part else config
-    _check_fields(part, family.requires, f'{folder} can be built here only with',
-        'choose another backbone')
+    _check_fields(
+        part,
+        family.requires,
+        f'{folder} can be built here only with',
+        'choose another backbone'
+    )
     return family,part
 
 # %% ../../nbs/34_model.backbones.ipynb #09df03e2
@@ -186,9 +254,11 @@ def _decoder_fields(family, part, name):
     rope = _rope(part)
     base = rope['rope_theta'] if 'rope_theta' in rope else part.rope_theta
     kind = rope.get('rope_type', 'default')
-    require(kind=='default',
+    require(
+        kind=='default',
         f"{name} has rope_type {kind!r}, but only 'default' is built here: "
-            "choose another backbone")
+        "choose another backbone"
+    )
     width = ours['lm_hidden_dim']//ours['lm_n_heads']
     head = getattr(part, 'head_dim', None)
     head_dim = {} if head in (None,width) else dict(lm_head_dim=head)
@@ -210,8 +280,10 @@ def language_config(name:str|Path)->dict[str,Any]: # directory or hub name of a 
     file = folder/'tokenizer.json'
     if file.is_file():
         known = Tokenizer.from_file(str(file)).get_vocab_size()
-        ours |= dict(lm_base_vocab_size=min(ours['lm_base_vocab_size'], known),
-            lm_tokenizer=str(name))
+        ours |= dict(
+            lm_base_vocab_size=min(ours['lm_base_vocab_size'], known),
+            lm_tokenizer=str(name)
+        )
     return ours
 
 # %% ../../nbs/34_model.backbones.ipynb #81be4f07
@@ -227,8 +299,10 @@ def _pixels(p):
 # %% ../../nbs/34_model.backbones.ipynb #90f96cd4
 def _shuffle_factor(side:int)->int: # patches along a side of a tile
     "Returns the `mp_pixel_shuffle_factor` that leaves nearest to 8 x 8 image tokens."
-    return min((n for n in range(1, side+1) if side%n==0),
-        key=lambda n: max(side/n/8, 8*n/side))
+    return min(
+        (n for n in range(1, side+1) if side%n==0),
+        key=lambda n: max(side/n/8, 8*n/side)
+    )
 
 def _tower_fields(cfg:VLMConfig)->dict[str,Any]: # names a vision backbone
     "Returns its numbers, and what of tiles and of a CLIP's or a DINOv2's pixels follows from it."
@@ -239,8 +313,10 @@ def _tower_fields(cfg:VLMConfig)->dict[str,Any]: # names a vision backbone
     side = tile//numbers['vit_patch_size']
     same = (tile,side)==(cfg.vit_img_size,cfg.patches_per_side)
     if not same or cfg.max_img_size%tile or side%cfg.mp_pixel_shuffle_factor:
-        follow = dict(max_img_size=max(cfg.max_img_size//cfg.vit_img_size, 1)*tile,
-                      mp_pixel_shuffle_factor=_shuffle_factor(side))
+        follow = dict(
+            max_img_size=max(cfg.max_img_size//cfg.vit_img_size, 1)*tile,
+            mp_pixel_shuffle_factor=_shuffle_factor(side)
+        )
         numbers |= {n:value for n,value in follow.items() if n not in cfg.given}
     plain = (cfg.pixel_mean,cfg.pixel_std)==([0.],[1.])
     if not plain or not numbers.get('vit_cls_flag'):
@@ -259,8 +335,9 @@ def backbone_fields(cfg:VLMConfig)->dict[str,dict[str,Any]]: # of a new model; n
     found = {}
     for part,name in cfg.backbones.items():
         numbers = _tower_fields(cfg) if part=='vit' else language_config(name)
-        found[name] = {n:value for n,value in numbers.items()
-            if n not in cfg.given&BESIDE_WEIGHTS}
+        found[name] = {
+            n:value for n,value in numbers.items() if n not in cfg.given&BESIDE_WEIGHTS
+        }
     return found
 
 
@@ -283,8 +360,11 @@ def is_computed(name:str)->bool: # of a tensor
 
 def check_shape(name:str, w:Tensor, shape:torch.Size, source:str)->Tensor: # wanted; where it comes from
     "Returns the tensor; a UsageError if it has another shape."
-    require(w.shape==shape, f"{source}: {name} has shape {tuple(w.shape)}, "
-            f"the model wants {tuple(shape)}; compare the configurations")
+    require(
+        w.shape==shape,
+        f"{source}: {name} has shape {tuple(w.shape)}, "
+        f"the model wants {tuple(shape)}; compare the configurations"
+    )
     return w
 
 def check_names(module:nn.Module, state:Collection[str], source:str)->None: # names; where they come from
@@ -373,8 +453,9 @@ def vision_weights(vit:ViT, name:str|Path)->Tensors: # that will get them; direc
     zeros = {k:torch.zeros_like(wanted[k]) for k in family.zeros}
     theirs = _prefixed(_read_tensors(folder), family.prefix)
     names_of = partial(their_names, family=family)
-    state = _our_tensors(wanted.keys()-zeros, theirs, names_of, family.ignore,
-        str(name))
+    state = _our_tensors(
+        wanted.keys()-zeros, theirs, names_of, family.ignore, str(name)
+    )
     old = part.image_size//part.patch_size
     new = vit.cfg.patches_per_side
     make = state.makers[POSITIONS]
@@ -399,9 +480,11 @@ def _with_new_rows(make, known, rows):
 # %% ../../nbs/34_model.backbones.ipynb #1432f4a0
 def language_weights(lm:LanguageModel, name:str|Path)->Tensors: # that will get them; directory or hub name
     "Returns the weights of a language backbone; rows of tokens that it does not know are drawn."
-    require(not lm.cfg.use_moe,
+    require(
+        not lm.cfg.use_moe,
         f"{name} has one MLP a block and no experts, but use_moe is True: "
-            "set it to False, or start from a .pth file with experts (load_from)")
+        "set it to False, or start from a .pth file with experts (load_from)"
+    )
     folder = resolve_checkpoint(name)
     cfg = lm.cfg
     embed = 'token_embedding.weight'
@@ -414,11 +497,14 @@ def language_weights(lm:LanguageModel, name:str|Path)->Tensors: # that will get 
     theirs.alias('lm_head.weight', 'model.embed_tokens.weight')
     names_of = partial(their_names, family=family)
     state = _our_tensors(lm.state_dict(), theirs, names_of, family.ignore, str(name))
-    require(not cfg.lm_tie_weights or torch.equal(state[embed], state[head]),
-            f"{name} has a head of its own, but lm_tie_weights is True: set it to False")
+    require(
+        not cfg.lm_tie_weights or torch.equal(state[embed], state[head]),
+        f"{name} has a head of its own, but lm_tie_weights is True: set it to False"
+    )
     for k in (embed,head):
-        state.makers[k] = _with_new_rows(state.makers[k], cfg.lm_base_vocab_size,
-            cfg.lm_vocab_size)
+        state.makers[k] = _with_new_rows(
+            state.makers[k], cfg.lm_base_vocab_size, cfg.lm_vocab_size
+        )
     if cfg.lm_tie_weights:
         state.makers[head] = state.makers[embed]
     return state

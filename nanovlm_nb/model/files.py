@@ -37,8 +37,10 @@ def resolve_checkpoint(name:str|Path, # directory of a checkpoint or of a run, o
     try:
         return Path(snapshot_download(str(name), allow_patterns=wanted))
     except (OSError,ValueError) as e:
-        raise MissingFile(f"{name} is no directory, and the hub did not give it ({type(e).__name__})"
-                          f"{near_path(name) or ': check the name and the connection'}") from e
+        raise MissingFile(
+            f"{name} is no directory, and the hub did not give it ({type(e).__name__})"
+            f"{near_path(name) or ': check the name and the connection'}"
+        ) from e
 
 # %% ../../nbs/33_model.files.ipynb #6df93827
 def _json(folder, *names):
@@ -115,10 +117,18 @@ def _read_tensors(folder:Path)->Tensors: # directory of a checkpoint
 
 # %% ../../nbs/33_model.files.ipynb #26a10004
 # in the order in which safetensors lays them out, the last first
-_CODES = {torch.bool:'BOOL', torch.uint8:'U8', torch.int8:'I8', torch.int16:'I16',
+_CODES = {
+    torch.bool:'BOOL',
+    torch.uint8:'U8',
+    torch.int8:'I8',
+    torch.int16:'I16',
     torch.float16:'F16',
-    torch.bfloat16:'BF16', torch.int32:'I32', torch.float32:'F32', torch.float64:'F64',
-    torch.int64:'I64'}
+    torch.bfloat16:'BF16',
+    torch.int32:'I32',
+    torch.float32:'F32',
+    torch.float64:'F64',
+    torch.int64:'I64'
+}
 
 def _bytes_of(w):
     return w.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
@@ -134,8 +144,9 @@ def write_tensors(path:Path, tensors:Mapping[str,Tensor], metadata:dict[str,str]
         kind = kinds[k]
         begin = end
         end = begin+kind.numel()*kind.element_size()
-        places[k] = dict(dtype=_CODES[kind.dtype], shape=[*kind.shape],
-            data_offsets=[begin,end])
+        places[k] = dict(
+            dtype=_CODES[kind.dtype], shape=[*kind.shape], data_offsets=[begin,end]
+        )
     told = dict(__metadata__=metadata)|places
     header = json.dumps(told, separators=(',',':'), ensure_ascii=False).encode()
     header += b' '*(-len(header)%8)
@@ -184,6 +195,8 @@ def written_at_once(path:str|Path, owned:Collection[str]=(), # directory to fill
 HEAD = 'decoder.head.weight'
 EMBED = 'decoder.token_embedding.weight'
 # whole models in transformers that can be read and written: type -> class
-WHOLE = dict(smolvlm='SmolVLMForConditionalGeneration',
+WHOLE = dict(
+    smolvlm='SmolVLMForConditionalGeneration',
     idefics3='Idefics3ForConditionalGeneration',
-             qwen2_5_vl='Qwen2_5_VLForConditionalGeneration')
+    qwen2_5_vl='Qwen2_5_VLForConditionalGeneration'
+)

@@ -43,8 +43,13 @@ def pairs(doc_lens:Iterable)->int: # lengths of documents; also one list of them
 
 # %% ../../nbs/40_model.flops.ipynb #bdf1cf84
 # part -> the count that it grows with
-DRIVERS = dict(vision='tiles', projector='tiles', blocks='positions', attention='pairs',
-    head='targets')
+DRIVERS = dict(
+    vision='tiles',
+    projector='tiles',
+    blocks='positions',
+    attention='pairs',
+    head='targets'
+)
 # of a model whose pictures are grids of tiles: attention in its tower
 TOWER_PAIRS = dict(windows='window_pairs', pictures='picture_pairs')
 COMPONENTS = ('MP','vision_encoder','decoder') # attributes of the model that can train
@@ -63,8 +68,9 @@ def _vision_flops(
     patch = _matrix_flops(3*cfg.vit_patch_size**2*D, trained, False).plus(beside)
     block = _matrix_flops(4*D*D + (2+cfg.native)*D*I, trained, passed) # native: a gated MLP
     mixing = _Flops() if cfg.native else _Flops(4*P*D, 8*P*D*passed)
-    again = _Flops(0, 0,
-        (block.forward+mixing.forward-2*D*I)*(checkpointing and passed))
+    again = _Flops(
+        0, 0, (block.forward+mixing.forward-2*D*I)*(checkpointing and passed)
+    )
     blocks = block.plus(mixing).plus(again).times(cfg.vit_n_blocks*P)
     return patch.times(cfg.n_patches).plus(blocks)
 
@@ -122,8 +128,11 @@ def _language_flops(cfg:VLMConfig, trains:set[str], # sizes; components that lea
     last = 0 if cfg.use_moe else cfg.lm_hidden_dim*cfg.lm_inter_dim
     beside = _matrix_flops(adapters.get('decoder', 0), True, True)
     blocks = _Flops(2*w*L, 2*w*(passed+learning), again*2*(w-last)).plus(beside)
-    return dict(blocks=blocks, attention=_Flops(4*W*L, 8*W*passed, again*4*W),
-        head=_matrix_flops(D*cfg.lm_vocab_size, whole, True))
+    return dict(
+        blocks=blocks,
+        attention=_Flops(4*W*L, 8*W*passed, again*4*W),
+        head=_matrix_flops(D*cfg.lm_vocab_size, whole, True)
+    )
 
 # %% ../../nbs/40_model.flops.ipynb #dbe066c3
 def unit_flops(
@@ -139,11 +148,15 @@ def unit_flops(
     n = beside.get('vision_encoder', 0)
     cached = cache_features and not vision and not n
     seen = _Flops() if cached else _vision_flops(cfg, vision, vision_checkpointing, n)
-    projector = _projector_flops(cfg, 'MP' in trains, vision or n>0,
-        beside.get('MP', 0))
-    return dict(vision=seen, projector=projector,
+    projector = _projector_flops(
+        cfg, 'MP' in trains, vision or n>0, beside.get('MP', 0)
+    )
+    return dict(
+        vision=seen,
+        projector=projector,
         **_tower_pairs(cfg, vision or n>0, vision_checkpointing),
-        **_language_flops(cfg, trains, last_blocks, language_checkpointing, beside))
+        **_language_flops(cfg, trains, last_blocks, language_checkpointing, beside)
+    )
 
 # %% ../../nbs/40_model.flops.ipynb #2d969064
 def step_flops(
@@ -154,13 +167,22 @@ def step_flops(
 )->dict[str,_Flops]: # part -> arithmetic; `padding` is waste
     "Returns the cost of forward and backward of one batch."
     units = unit_flops(vlm_cfg, trains, **how)
-    tokens:Any = sum(sum(row) if isinstance(row, (list,tuple)) else row
-        for row in doc_lens)
+    tokens:Any = sum(
+        sum(row) if isinstance(row, (list,tuple)) else row for row in doc_lens
+    )
     positions = tokens if positions is None else positions
-    counts = dict(tiles=tiles, positions=tokens, pairs=pairs(doc_lens), targets=targets,
-                  window_pairs=window_pairs, picture_pairs=picture_pairs)
-    parts = {part:unit.times(counts[(DRIVERS|TOWER_PAIRS)[part]])
-        for part,unit in units.items()}
+    counts = dict(
+        tiles=tiles,
+        positions=tokens,
+        pairs=pairs(doc_lens),
+        targets=targets,
+        window_pairs=window_pairs,
+        picture_pairs=picture_pairs
+    )
+    parts = {
+        part:unit.times(counts[(DRIVERS|TOWER_PAIRS)[part]])
+        for part,unit in units.items()
+    }
     return parts | dict(padding=units['blocks'].times(positions-tokens))
 
 # %% ../../nbs/40_model.flops.ipynb #7faf9cd0
@@ -180,18 +202,34 @@ class _Gpu(NamedTuple):
 
 # %% ../../nbs/40_model.flops.ipynb #e055a471
 # name -> device; of two that fit a name the first counts
-GPUS = {'B200':_Gpu(2250, 180), 'H200 NVL':_Gpu(835, 141), 'H200':_Gpu(989, 141),
+GPUS = {
+    'B200':_Gpu(2250, 180),
+    'H200 NVL':_Gpu(835, 141),
+    'H200':_Gpu(989, 141),
     'GH200':_Gpu(989, 96),
-    'H100 PCIe':_Gpu(756, 80), 'H100 NVL':_Gpu(835, 94), 'H100':_Gpu(989, 80),
+    'H100 PCIe':_Gpu(756, 80),
+    'H100 NVL':_Gpu(835, 94),
+    'H100':_Gpu(989, 80),
     'A100 40GB':_Gpu(312, 40),
-    'A100':_Gpu(312, 80), 'L40S':_Gpu(362, 48), 'L4':_Gpu(121, 24), 'A40':_Gpu(150, 48),
+    'A100':_Gpu(312, 80),
+    'L40S':_Gpu(362, 48),
+    'L4':_Gpu(121, 24),
+    'A40':_Gpu(150, 48),
     'A30':_Gpu(165, 24),
-    'A10G':_Gpu(70, 24), 'A10':_Gpu(125, 24), 'RTX 6000 Ada':_Gpu(364, 48),
+    'A10G':_Gpu(70, 24),
+    'A10':_Gpu(125, 24),
+    'RTX 6000 Ada':_Gpu(364, 48),
     'RTX A6000':_Gpu(155, 48),
-    'RTX 5090':_Gpu(210, 32), 'RTX 4090':_Gpu(165, 24), 'RTX 3090':_Gpu(71, 24),
+    'RTX 5090':_Gpu(210, 32),
+    'RTX 4090':_Gpu(165, 24),
+    'RTX 3090':_Gpu(71, 24),
     'RTX 3060 Ti':_Gpu(32, 8),
-    'RTX 3060':_Gpu(25, 12), 'V100':_Gpu(125, 32),
-    'T4':_Gpu(65, 16), 'MI300X':_Gpu(1307, 192), 'MI250X':_Gpu(383, 128)}
+    'RTX 3060':_Gpu(25, 12),
+    'V100':_Gpu(125, 32),
+    'T4':_Gpu(65, 16),
+    'MI300X':_Gpu(1307, 192),
+    'MI250X':_Gpu(383, 128)
+}
 # words in names of another chip, or of a part of one
 LESSER = {'LAPTOP','MOBILE','MIG','D','SUPER','MAX'}
 
@@ -238,10 +276,18 @@ def count_flops(units:dict[str,_Flops], # from `unit_flops`
     window_pairs:float=0, picture_pairs:float=0, # likewise, see `TOWER_PAIRS`
 )->float: # FLOPs, a whole number if the counts are
     "Returns the useful arithmetic of an update."
-    counts = dict(tiles=tiles, positions=tokens, pairs=pairs, targets=targets,
-                  window_pairs=window_pairs, picture_pairs=picture_pairs)
-    return sum((unit.forward+unit.backward)*counts[(DRIVERS|TOWER_PAIRS)[part]]
-               for part,unit in units.items())
+    counts = dict(
+        tiles=tiles,
+        positions=tokens,
+        pairs=pairs,
+        targets=targets,
+        window_pairs=window_pairs,
+        picture_pairs=picture_pairs
+    )
+    return sum(
+        (unit.forward+unit.backward)*counts[(DRIVERS|TOWER_PAIRS)[part]]
+        for part,unit in units.items()
+    )
 
 # %% ../../nbs/40_model.flops.ipynb #d51cd29c
 BYTES:dict[str,float] = {'GiB':2**30, 'MiB':2**20, 'KiB':2**10} # of memory

@@ -33,22 +33,30 @@ def smolvlm_names(name:str, cfg:VLMConfig)->list[str]: # ours, of a whole model
         return ['model.connector.modality_projection.'+rest]
     if part=='vision_encoder':
         return their_names(rest, replace(SIGLIP, prefix='model.vision_model.'))
-    return their_names(rest,
-        replace(FAMILIES[text_type(cfg)], prefix='model.text_model.'))
+    return their_names(
+        rest, replace(FAMILIES[text_type(cfg)], prefix='model.text_model.')
+    )
 
 # %% ../../nbs/35_model.formats.ipynb #e7bc53cd
 def text_type(cfg:VLMConfig)->str: # llama, qwen2 or qwen3
     "Returns what transformers calls such a decoder."
-    require(not (cfg.lm_qkv_bias and cfg.lm_qk_norm),
+    require(
+        not (cfg.lm_qkv_bias and cfg.lm_qk_norm),
         "lm_qkv_bias and lm_qk_norm together are no decoder "
-            "that transformers has: set one to False")
+        "that transformers has: set one to False"
+    )
     if cfg.lm_qkv_bias: return 'qwen2'
     return 'qwen3' if cfg.lm_qk_norm else 'llama'
 
 # %% ../../nbs/35_model.formats.ipynb #ccf467a4
-SMOLVLM_CAN:dict[str,Any] = dict(use_moe=False, lm_attn_scaling=1., vit_cls_flag=False,
+SMOLVLM_CAN:dict[str,Any] = dict(
+    use_moe=False,
+    lm_attn_scaling=1.,
+    vit_cls_flag=False,
     vit_pre_norm=False,
-                                 vit_post_norm=True, mp_kind='linear')
+    vit_post_norm=True,
+    mp_kind='linear'
+)
 
 def _named(cfg, family):
     return {theirs:getattr(cfg, ours) for ours,theirs in family.fields.items()}
@@ -56,27 +64,39 @@ def _named(cfg, family):
 def _text_config(cfg, kind):
     "What their config.json says of the decoder."
     base = float(cfg.lm_re_base) # transformers 4 reads rope_theta, transformers 5 rope_parameters
-    return _named(cfg, LLAMA) | dict(model_type=kind, vocab_size=cfg.lm_vocab_size,
-        head_dim=cfg.head_width, max_position_embeddings=cfg.lm_max_position_embeddings,
+    return _named(cfg, LLAMA) | dict(
+        model_type=kind,
+        vocab_size=cfg.lm_vocab_size,
+        head_dim=cfg.head_width,
+        max_position_embeddings=cfg.lm_max_position_embeddings,
         hidden_act='silu',
-        rope_theta=base, rope_parameters=dict(rope_type='default', rope_theta=base),
-        tie_word_embeddings=cfg.lm_tie_weights)
+        rope_theta=base,
+        rope_parameters=dict(rope_type='default', rope_theta=base),
+        tie_word_embeddings=cfg.lm_tie_weights
+    )
 
 def _smolvlm_config(cfg, kind):
     "Their config.json."
-    return dict(model_type=kind, architectures=[WHOLE[kind]],
-        image_token_id=cfg.image_token_id, scale_factor=cfg.mp_pixel_shuffle_factor,
+    return dict(
+        model_type=kind,
+        architectures=[WHOLE[kind]],
+        image_token_id=cfg.image_token_id,
+        scale_factor=cfg.mp_pixel_shuffle_factor,
         tie_word_embeddings=cfg.lm_tie_weights,
         vision_config=_named(cfg, SIGLIP)|dict(num_channels=3),
-        text_config=_text_config(cfg, text_type(cfg)))
+        text_config=_text_config(cfg, text_type(cfg))
+    )
 
 # %% ../../nbs/35_model.formats.ipynb #26a00001
 def export_line(cfg:VLMConfig)->str: # of a model to be trained
     "Returns what a model can be written as, and what it cannot, see `80_uses.export`."
     if cfg.native:
         return 'as nanovlm, or as the Qwen2.5-VL that it is'
-    odd = [f'{name} {getattr(cfg, name)}' for name,v in SMOLVLM_CAN.items()
-        if getattr(cfg, name)!=v]
+    odd = [
+        f'{name} {getattr(cfg, name)}'
+        for name,v in SMOLVLM_CAN.items()
+        if getattr(cfg, name)!=v
+    ]
     if odd:
         return f"as nanovlm; transformers and llama.cpp have no {', '.join(odd)}"
     if cfg.image_convention=='smolvlm':
@@ -88,14 +108,21 @@ def export_line(cfg:VLMConfig)->str: # of a model to be trained
 def to_smolvlm(state:dict[str,Tensor], cfg:VLMConfig, kind:str='smolvlm', # of a whole model; or idefics3
 )->tuple[dict,dict]: # their config.json and their tensors
     "Returns a whole model in the format of transformers."
-    require(not cfg.native,
+    require(
+        not cfg.native,
         'image_convention is qwen, and such a model is a Qwen2.5-VL: take --format '
-            'qwen2_5_vl, or nanovlm')
-    _check_fields(cfg, SMOLVLM_CAN, 'SmolVLM has',
-                 'this model cannot be written as one, but with format nanovlm')
+        'qwen2_5_vl, or nanovlm'
+    )
+    _check_fields(
+        cfg,
+        SMOLVLM_CAN,
+        'SmolVLM has',
+        'this model cannot be written as one, but with format nanovlm'
+    )
     # a tied head is written too: MLX looks for it
-    return _smolvlm_config(cfg, kind),_their_tensors(state,
-        partial(smolvlm_names, cfg=cfg))
+    return _smolvlm_config(cfg, kind),_their_tensors(
+        state, partial(smolvlm_names, cfg=cfg)
+    )
 
 # %% ../../nbs/35_model.formats.ipynb #8cdca1b4
 def _extra_tokens(folder, image_id):
@@ -125,9 +152,11 @@ def _picture_fields(folder, tile):
         return dict(max_img_size=tile, resize_to_max_side_len=True)
     side = rules['size']['longest_edge']
     cut = rules['max_image_size']['longest_edge']
-    require(cut==tile and side%tile==0,
+    require(
+        cut==tile and side%tile==0,
         f"{folder.name} cuts pictures of {side} pixels into tiles of {cut}, "
-            f"but the tower sees {tile}: it must divide both")
+        f"but the tower sees {tile}: it must divide both"
+    )
     if not rules.get('do_image_splitting', True): side = tile
     return dict(max_img_size=side, resize_to_max_side_len=True) | _pixels(rules)
 
@@ -146,8 +175,10 @@ def _chat_fields(folder):
     if not template: return dict(lm_tokenizer=str(folder))
     place = "message['content'][0]['type'] == 'image'"
     instead = "message['content'][0]['text'].startswith(('<fake_token_around_image>','<image>'))"
-    return dict(lm_tokenizer=str(folder),
-        lm_chat_template=AS_PARTS+template.replace(place, instead))
+    return dict(
+        lm_tokenizer=str(folder),
+        lm_chat_template=AS_PARTS+template.replace(place, instead)
+    )
 
 # %% ../../nbs/35_model.formats.ipynb #248c0f98
 OWN_CONFIG = 'nanovlm_config.json' # in a directory that we wrote for transformers: our configuration
@@ -161,23 +192,36 @@ def _read_smolvlm_config(folder:Path)->VLMConfig: # of a SmolVLM or Idefics3
     theirs = _their_config(folder)
     kind = theirs.text_config.model_type
     known = _families('lm_hidden_dim')
-    require(kind in known,
-        f"{folder} has a {kind} inside: only llama, qwen2 and qwen3 are built here")
+    require(
+        kind in known,
+        f"{folder} has a {kind} inside: only llama, qwen2 and qwen3 are built here"
+    )
     first,extra = _extra_tokens(folder, theirs.image_token_id)
     vision = _our_fields(SIGLIP, theirs.vision_config)
     smol = {'fake_image_token','global_image_token'} <= extra.keys()
-    return VLMConfig(**vision | _decoder_fields(known[kind], theirs.text_config, folder)
-        | _picture_fields(folder, vision['vit_img_size']) | _chat_fields(folder) | dict(
-        lm_base_vocab_size=first, lm_vocab_size=theirs.text_config.vocab_size,
-        vlm_extra_tokens=extra,
-        lm_tie_weights=theirs.tie_word_embeddings,
-        image_convention='smolvlm' if smol else 'nanovlm',
-        mp_pixel_shuffle_factor=theirs.scale_factor, vit_model_type=str(folder),
-        lm_model_type=str(folder),
-        hf_repo_name=None))
+    return VLMConfig(
+        **vision
+        | _decoder_fields(known[kind], theirs.text_config, folder)
+        | _picture_fields(folder, vision['vit_img_size'])
+        | _chat_fields(folder)
+        | dict(
+            lm_base_vocab_size=first,
+            lm_vocab_size=theirs.text_config.vocab_size,
+            vlm_extra_tokens=extra,
+            lm_tie_weights=theirs.tie_word_embeddings,
+            image_convention='smolvlm' if smol else 'nanovlm',
+            mp_pixel_shuffle_factor=theirs.scale_factor,
+            vit_model_type=str(folder),
+            lm_model_type=str(folder),
+            hf_repo_name=None
+        )
+    )
 
 # %% ../../nbs/35_model.formats.ipynb #c0eff291
-QWEN2_5_VL = Family('vision_config', 'visual.', {
+QWEN2_5_VL = Family(
+    'vision_config',
+    'visual.',
+    {
         'vision_encoder.patch_embedding.conv.weight': 'patch_embed.proj.weight',
         'vision_encoder.blocks.*.norm1.weight': 'blocks.*.norm1.weight',
         'vision_encoder.blocks.*.attn.qkv_proj.*': 'blocks.*.attn.qkv.*',
@@ -186,14 +230,22 @@ QWEN2_5_VL = Family('vision_config', 'visual.', {
         'vision_encoder.blocks.*.mlp.*.*': 'blocks.*.mlp.*.*',
         'MP.norm.weight': 'merger.ln_q.weight',
         'MP.proj.*': 'merger.mlp.0.*',
-        'MP.out.1.*': 'merger.mlp.2.*'},
-    dict(vit_hidden_dim='hidden_size', vit_inter_dim='intermediate_size',
+        'MP.out.1.*': 'merger.mlp.2.*'
+    },
+    dict(
+        vit_hidden_dim='hidden_size',
+        vit_inter_dim='intermediate_size',
         vit_patch_size='patch_size',
-        vit_n_heads='num_heads', vit_n_blocks='depth', vit_window_size='window_size',
+        vit_n_heads='num_heads',
+        vit_n_blocks='depth',
+        vit_window_size='window_size',
         vit_full_blocks='fullatt_block_indexes',
-        mp_pixel_shuffle_factor='spatial_merge_size'),
+        mp_pixel_shuffle_factor='spatial_merge_size'
+    ),
     dict(hidden_act='silu', in_channels=3, temporal_patch_size=2, spatial_merge_size=2),
-    ('*.inv_freq',), dict(vit_ln_eps=1e-6))
+    ('*.inv_freq',),
+    dict(vit_ln_eps=1e-6)
+)
 
 def qwen_names(name:str, cfg:VLMConfig)->list[str]: # ours, of a whole model
     "Returns where a tensor of a whole model is in Qwen2.5-VL; none is nowhere."
@@ -210,29 +262,45 @@ def _read_qwen_config(folder:Path)->VLMConfig: # of a Qwen2.5-VL
     vision = theirs.vision_config
     text.tie_word_embeddings = theirs.tie_word_embeddings # the hub's file has it at the top
     for part,family in ((vision,QWEN2_5_VL), (text,QWEN2)):
-        _check_fields(part, family.requires, f'{folder} can be built here only with',
-            'choose another model')
+        _check_fields(
+            part,
+            family.requires,
+            f'{folder} can be built here only with',
+            'choose another model'
+        )
     require(rules,
         f'{folder} has no preprocessor_config.json, which says how pictures are prepared: '
             'copy it there')
     size = rules.get('size') or {}
-    limits = dict(min_pixels=rules.get('min_pixels') or size.get('shortest_edge'),
-        max_pixels=rules.get('max_pixels') or size.get('longest_edge'))
+    limits = dict(
+        min_pixels=rules.get('min_pixels') or size.get('shortest_edge'),
+        max_pixels=rules.get('max_pixels') or size.get('longest_edge')
+    )
     known = {name:n for name,n in limits.items() if n}
     first,tokens = _extra_tokens(folder, theirs.image_token_id)
     while [*tokens][-1].startswith('token_'):
         tokens.popitem() # the last one is about pictures
     tile = vision.patch_size*vision.spatial_merge_size
-    return VLMConfig(**_our_fields(QWEN2_5_VL, vision) | _decoder_fields(QWEN2, text,
-        folder)
-        | _pixels(rules) | known | dict(
-        image_convention='qwen', vit_img_size=tile, max_img_size=tile,
-        lm_mrope_sections=_rope(text)['mrope_section'], lm_base_vocab_size=first,
-        lm_vocab_size=text.vocab_size, vlm_extra_tokens=tokens,
-        lm_tokenizer=str(folder),
-        lm_chat_template=_chat_template(folder), vit_model_type=str(folder),
-        lm_model_type=str(folder),
-        hf_repo_name=None))
+    return VLMConfig(
+        **_our_fields(QWEN2_5_VL, vision)
+        | _decoder_fields(QWEN2, text, folder)
+        | _pixels(rules)
+        | known
+        | dict(
+            image_convention='qwen',
+            vit_img_size=tile,
+            max_img_size=tile,
+            lm_mrope_sections=_rope(text)['mrope_section'],
+            lm_base_vocab_size=first,
+            lm_vocab_size=text.vocab_size,
+            vlm_extra_tokens=tokens,
+            lm_tokenizer=str(folder),
+            lm_chat_template=_chat_template(folder),
+            vit_model_type=str(folder),
+            lm_model_type=str(folder),
+            hf_repo_name=None
+        )
+    )
 
 # %% ../../nbs/35_model.formats.ipynb #c0eff293
 def _whole_config(folder, kind):
@@ -253,18 +321,29 @@ def _from_whole(folder, cfg):
     with torch.device('meta'):
         parts = zip(('vision_encoder','MP','decoder'), build_parts(cfg))
     wanted = nn.ModuleDict(dict(parts)).state_dict()
-    return _our_tensors(wanted, theirs, names_of, ('*.inv_freq','*.position_ids'),
-        str(folder))
+    return _our_tensors(
+        wanted, theirs, names_of, ('*.inv_freq','*.position_ids'), str(folder)
+    )
 
 # %% ../../nbs/35_model.formats.ipynb #c0eff294
-QWEN_CAN:dict[str,Any] = dict(image_convention='qwen', use_moe=False,
-    lm_attn_scaling=1., lm_qkv_bias=True,
-                              lm_qk_norm=False, lm_head_dim=None, vit_ln_eps=1e-6)
+QWEN_CAN:dict[str,Any] = dict(
+    image_convention='qwen',
+    use_moe=False,
+    lm_attn_scaling=1.,
+    lm_qkv_bias=True,
+    lm_qk_norm=False,
+    lm_head_dim=None,
+    vit_ln_eps=1e-6
+)
 
 def to_qwen(state:dict[str,Tensor], cfg:VLMConfig)->tuple[dict,dict]: # of a whole model
     "Returns config.json and tensors of a whole model in the format of transformers' Qwen2.5-VL."
-    _check_fields(cfg, QWEN_CAN, 'Qwen2.5-VL has',
-                 'this model cannot be written as one, but with --format nanovlm')
+    _check_fields(
+        cfg,
+        QWEN_CAN,
+        'Qwen2.5-VL has',
+        'this model cannot be written as one, but with --format nanovlm'
+    )
     text = _text_config(cfg, 'qwen2_5_vl_text')
     text['rope_parameters']['mrope_section'] = cfg.lm_mrope_sections
     text |= dict(rope_scaling=text['rope_parameters'], use_sliding_window=False)
@@ -274,9 +353,13 @@ def to_qwen(state:dict[str,Tensor], cfg:VLMConfig)->tuple[dict,dict]: # of a who
     for number,name in enumerate(cfg.vlm_extra_tokens, cfg.lm_base_vocab_size):
         if name in image_tokens('qwen'):
             named[f'{name}_id'] = number
-    config = dict(model_type='qwen2_5_vl', architectures=[WHOLE['qwen2_5_vl']],
+    config = dict(
+        model_type='qwen2_5_vl',
+        architectures=[WHOLE['qwen2_5_vl']],
         text_config=text,
-        vision_config=vision, tie_word_embeddings=cfg.lm_tie_weights)
+        vision_config=vision,
+        tie_word_embeddings=cfg.lm_tie_weights
+    )
     # a tied head is written once
     kept = {k:w for k,w in state.items() if not (cfg.lm_tie_weights and k==HEAD)}
     return config|named,_their_tensors(kept, partial(qwen_names, cfg=cfg))

@@ -28,8 +28,9 @@ def top_k_top_p_filtering(logits:Tensor, # (..., V) scores
         values, order = logits.sort(descending=True)
         probs = values.softmax(-1)
         before = probs.cumsum(-1) - probs
-        cut = torch.zeros_like(before, dtype=torch.bool).scatter(-1, order,
-            before >= top_p)
+        cut = torch.zeros_like(before, dtype=torch.bool).scatter(
+            -1, order, before >= top_p
+        )
         logits = logits.masked_fill(cut, -torch.inf)
     return logits
 
@@ -88,8 +89,9 @@ class TextStream:
         return self._show(last=True)
 
     def _show(self, last):
-        text = self.tokenizer.decode(self.ids, skip_special_tokens=True,
-            clean_up_tokenization_spaces=False)
+        text = self.tokenizer.decode(
+            self.ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
         stops = [text.find(s) for s in self.stop if s in text]
         self.stopped = bool(stops)
         if stops: text = text[:min(stops)]

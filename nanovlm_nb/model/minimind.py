@@ -25,26 +25,39 @@ from .backbones import load_weights,QWEN3,their_names
 def pth_path(name:str|Path, cfg:VLMConfig)->Path: # `{dim}` and `{_moe}` in it are filled in
     "Returns MiniMind's name of a file, e.g. `out/lm_512_moe.pth`."
     moe = '_moe' if cfg.use_moe else ''
-    return Path(str(name).replace('{dim}', str(cfg.lm_hidden_dim)).replace('{_moe}',
-        moe))
+    return Path(
+        str(name).replace('{dim}', str(cfg.lm_hidden_dim)).replace('{_moe}', moe)
+    )
 
 # %% ../../nbs/36_model.minimind.ipynb #e58b421c
-MINIMIND = Family('', 'model.', {
+MINIMIND = Family(
+    '',
+    'model.',
+    {
         'blocks.*.mlp.router.weight': 'layers.*.mlp.gate.weight',
         'blocks.*.mlp.experts.*.*.weight': 'layers.*.mlp.experts.*.*.weight',
-        'blocks.*.mlp.shared.*.*.weight': 'layers.*.mlp.shared_experts.*.*.weight'} | QWEN3.names, {}, {}, (
-            '*.freqs_cos','*.freqs_sin','freqs_*'))
+        'blocks.*.mlp.shared.*.*.weight': 'layers.*.mlp.shared_experts.*.*.weight'
+    }
+    | QWEN3.names,
+    {},
+    {},
+    ('*.freqs_cos','*.freqs_sin','freqs_*')
+)
 
 VISION_PROJ = dict(
-    linear_bias={'MP.proj.weight': 'vision_proj.vision_proj.0.weight',
-                 'MP.proj.bias': 'vision_proj.vision_proj.0.bias'},
-    mlp={'MP.norm.weight': 'vision_proj.mlp.0.weight',
+    linear_bias={
+        'MP.proj.weight': 'vision_proj.vision_proj.0.weight',
+        'MP.proj.bias': 'vision_proj.vision_proj.0.bias'
+    },
+    mlp={
+        'MP.norm.weight': 'vision_proj.mlp.0.weight',
         'MP.norm.bias': 'vision_proj.mlp.0.bias',
-         'MP.proj.weight': 'vision_proj.mlp.1.weight',
-         'MP.proj.bias': 'vision_proj.mlp.1.bias',
-         'MP.out.1.weight': 'vision_proj.mlp.3.weight',
-         'MP.out.1.bias': 'vision_proj.mlp.3.bias',
-    }) # kind of projector -> our tensor -> MiniMind-V's
+        'MP.proj.weight': 'vision_proj.mlp.1.weight',
+        'MP.proj.bias': 'vision_proj.mlp.1.bias',
+        'MP.out.1.weight': 'vision_proj.mlp.3.weight',
+        'MP.out.1.bias': 'vision_proj.mlp.3.bias',
+    }
+) # kind of projector -> our tensor -> MiniMind-V's
 
 # %% ../../nbs/36_model.minimind.ipynb #4f1da7c8
 def neighbours(w:Tensor, width:int)->Tensor: # (heads x width, D) rows of queries or keys; of a head
@@ -65,8 +78,10 @@ def _unwrapped(path):
     state = state.get('model', state) if isinstance(state, dict) else None
     if not state or not all(isinstance(w, Tensor) for w in state.values()):
         raise UsageError(f"{path} holds no tensors by name: give a file of weights")
-    return {k.removeprefix('module.'):w.float() if w.is_floating_point() else w
-        for k,w in state.items()}
+    return {
+        k.removeprefix('module.'):w.float() if w.is_floating_point() else w
+        for k,w in state.items()
+    }
 
 # %% ../../nbs/36_model.minimind.ipynb #d2cb3702
 def _projector_kind(state, kind, path):
@@ -77,25 +92,40 @@ def _projector_kind(state, kind, path):
     if kind=='linear' and found=='linear_bias' and not state[bias].any():
         state.pop(bias)
     else:
-        require(found in (None,kind), f"{path} has a projector of kind {found}, "
-                  f"the model one of kind {kind}: set mp_kind to {found}")
+        require(
+            found in (None,kind),
+            f"{path} has a projector of kind {found}, "
+            f"the model one of kind {kind}: set mp_kind to {found}"
+        )
     return found
 
 # %% ../../nbs/36_model.minimind.ipynb #2b3cdba0
 def _from_minimind(state, model, path):
     "The tensors of MiniMind's file under our names."
-    require('tok_embeddings.weight' not in state,
-        f"{path} has MiniMind's names of before April 2025")
+    require(
+        'tok_embeddings.weight' not in state,
+        f"{path} has MiniMind's names of before April 2025"
+    )
     if 'model.embed_tokens.weight' in state:
         state.setdefault('lm_head.weight', state['model.embed_tokens.weight'])
-    state = {re.sub(r'^vision_proj\.0\.', 'vision_proj.vision_proj.0.', k):w
-        for k,w in state.items()}
+    state = {
+        re.sub(r'^vision_proj\.0\.', 'vision_proj.vision_proj.0.', k):w
+        for k,w in state.items()
+    }
     kind = _projector_kind(state, model.decoder.cfg.mp_kind, path)
     parts = ('decoder.','MP.') if kind else ('decoder.',)
-    wanted = [k for k in model.state_dict() if k.startswith(parts)
-        and not k.endswith('inv_freq')]
-    return _our_tensors(wanted, state, partial(_minimind_names, kind=kind),
-                       (*MINIMIND.ignore,'vision_encoder.*'), str(path))
+    wanted = [
+        k
+        for k in model.state_dict()
+        if k.startswith(parts) and not k.endswith('inv_freq')
+    ]
+    return _our_tensors(
+        wanted,
+        state,
+        partial(_minimind_names, kind=kind),
+        (*MINIMIND.ignore,'vision_encoder.*'),
+        str(path)
+    )
 
 # %% ../../nbs/36_model.minimind.ipynb #2cec5650
 def load_pth(model:Any, path:str|Path, # receives the weights; of MiniMind, of MiniMind-V or of ours
@@ -127,8 +157,12 @@ def load_pth(model:Any, path:str|Path, # receives the weights; of MiniMind, of M
 def _to_minimind(state:dict[str,Tensor], cfg:VLMConfig, # of a whole model, whose vision tower is left out
 )->dict[str,Tensor]: # MiniMind-V's name -> tensor
     "Returns the tensors of a whole model in MiniMind-V's format."
-    can:dict[str,Any] = dict(lm_qkv_bias=False, lm_attn_scaling=1., lm_tie_weights=True,
-                             mp_pixel_shuffle_factor=1)
+    can:dict[str,Any] = dict(
+        lm_qkv_bias=False,
+        lm_attn_scaling=1.,
+        lm_tie_weights=True,
+        mp_pixel_shuffle_factor=1
+    )
     _check_fields(cfg, can, 'minimind has', 'this model cannot be written as one')
     if cfg.mp_kind=='linear' and 'MP.proj.weight' in state:
         state = state | {'MP.proj.bias':state['MP.proj.weight'].new_zeros(cfg.lm_hidden_dim)}

@@ -52,12 +52,15 @@ class WindowAttention(nn.Module):
         layout:Layout, # where the documents are
     )->Tensor: # (1, P, D) what each patch gathered
         "Mix the patches of each document."
-        q,k,v = (y.unflatten(-1, (self.n_heads,-1)).transpose(1,2)
-            for y in self.qkv_proj(x).chunk(3, -1))
+        q,k,v = (
+            y.unflatten(-1, (self.n_heads,-1)).transpose(1,2)
+            for y in self.qkv_proj(x).chunk(3, -1)
+        )
         q,k = (apply_rotary(y.float(), cos, sin).to(v.dtype) for y in (q,k))
         dropout = self.dropout*self.training
-        out = attention(q, k, v, layout, causal=False, backend=self.backend,
-            dropout_p=dropout)
+        out = attention(
+            q, k, v, layout, causal=False, backend=self.backend, dropout_p=dropout
+        )
         return self.out_proj(out.transpose(1,2).flatten(2))
 
 # %% ../../nbs/31_model.native.ipynb #23e1000f
@@ -68,8 +71,9 @@ class WindowBlock(nn.Module):
         self.norm1 = RMSNorm(cfg, cfg.vit_hidden_dim, cfg.vit_ln_eps)
         self.attn = WindowAttention(cfg)
         self.norm2 = RMSNorm(cfg, cfg.vit_hidden_dim, cfg.vit_ln_eps)
-        self.mlp = LanguageModelMLP(cfg, cfg.vit_hidden_dim, cfg.vit_inter_dim,
-            bias=True)
+        self.mlp = LanguageModelMLP(
+            cfg, cfg.vit_hidden_dim, cfg.vit_inter_dim, bias=True
+        )
 
     def forward(self, x:Tensor, # (1, P, D) patches
         cos:Tensor, sin:Tensor, # (1, 1, P, head width) cosines and sines of their places
@@ -142,9 +146,11 @@ class Merger(nn.Module):
 
 # %% ../../nbs/31_model.native.ipynb #23e1001b
 # `image_convention` -> classes of the vision tower and of the projector
-TOWERS:dict[str,tuple] = dict(nanovlm=(ViT,ModalityProjector),
+TOWERS:dict[str,tuple] = dict(
+    nanovlm=(ViT,ModalityProjector),
     smolvlm=(ViT,ModalityProjector),
-                              qwen=(NativeTower,Merger))
+    qwen=(NativeTower,Merger)
+)
 
 def build_parts(cfg:VLMConfig, held:Collection[str]=(), # parts whose weights will follow, see `undrawn`
 )->list[Any]:

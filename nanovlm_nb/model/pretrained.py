@@ -34,9 +34,15 @@ from .minimind import load_pth
 LORA_NOTE = 'lora.json'
 LORA_WEIGHTS = 'lora.safetensors' # in a checkpoint of adapters alone
 # what else would be loaded with a model: a save replaces all of it
-OWNED = ('model.safetensors','model-*-of-*.safetensors','model.safetensors.index.json',
+OWNED = (
+    'model.safetensors',
+    'model-*-of-*.safetensors',
+    'model.safetensors.index.json',
     'tokenizer.json',
-    'tokenizer_config.json',LORA_NOTE,LORA_WEIGHTS)
+    'tokenizer_config.json',
+    LORA_NOTE,
+    LORA_WEIGHTS
+)
 
 def _write_weights(folder:Path, state:Mapping[str,Tensor], tied:bool)->None: # there; of a whole model
     "Writes `model.safetensors`; `tied` is `lm_tie_weights`."
@@ -59,8 +65,10 @@ def checkpoint_config(name:str|Path, kind:type[VLMConfig]=VLMConfig)->VLMConfig:
         f"{name} is a model of type {theirs!r}, and of transformers' whole models only "
             f"{' and '.join(WHOLE)} are read: give one of these, or name it as a backbone (lm_model_type, "
             "vit_model_type)")
-    require('class_names' in kind.__dataclass_fields__ or 'class_names' not in config,
-            f'{name} is a classifier: use it with nanovlm classify --predict {name} PICTURE')
+    require(
+        'class_names' in kind.__dataclass_fields__ or 'class_names' not in config,
+        f'{name} is a classifier: use it with nanovlm classify --predict {name} PICTURE'
+    )
     return kind.load(folder/'config.json')
 
 # %% ../../nbs/37_model.pretrained.ipynb #c8d84bd9
@@ -119,8 +127,10 @@ model = VisionLanguageModel.from_pretrained('{repo_id}')
 
 {more}
 """
-UNTOLD = ('## Training\n\nNothing is recorded: '
-          'the weights were uploaded from memory, without the directory of a run.')
+UNTOLD = (
+    '## Training\n\nNothing is recorded: '
+    'the weights were uploaded from memory, without the directory of a run.'
+)
 
 # %% ../../nbs/37_model.pretrained.ipynb #10ad0102
 LORA_A = '.lora_A.default.weight'
@@ -163,8 +173,11 @@ def beside_adapters(state:Mapping[str,Tensor], layers:Collection[str])->Tensors:
 # %% ../../nbs/37_model.pretrained.ipynb #10ad0106
 def base_digest(folder:Path)->str: # of a checkpoint; 64 hexadecimal digits
     "Returns a fingerprint of the files that its weights are read from."
-    files = [p for p in sorted(folder.iterdir()) if p.suffix == '.safetensors'
-        or p.name == LORA_NOTE]
+    files = [
+        p
+        for p in sorted(folder.iterdir())
+        if p.suffix == '.safetensors' or p.name == LORA_NOTE
+    ]
     text = ''.join(f'{p.name} {file_digest(p)}\n' for p in files)
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -176,8 +189,10 @@ def noted_base(folder:Path)->dict[str,Any]: # a checkpoint of adapters
     path = base['path'] # of the hub, unless it is found here
     found = [place for place in (Path(path), folder/base['beside']) if place.is_dir()]
     if not found and Path(path).is_absolute():
-        raise MissingFile(f"{folder} holds adapters, and their base {path} is not there: "
-                          "put it back, or beside them as it was")
+        raise MissingFile(
+            f"{folder} holds adapters, and their base {path} is not there: "
+            "put it back, or beside them as it was"
+        )
     if found: path = str(found[0].resolve())
     return note | dict(base=dict(path=path, sha256=base['sha256']))
 
@@ -188,9 +203,11 @@ def _write_adapters(folder:Path, state:Mapping[str,Tensor], # there; the model's
 )->None:
     "Writes adapters and their note."
     base = note['base']
-    require(base is not None,
+    require(
+        base is not None,
         "these adapters were put on a model in memory, and their base has no name: "
-        "merge_adapters(model) before it is saved")
+        "merge_adapters(model) before it is saved"
+    )
     here = Path(base['path']).is_dir()
     beside = os.path.relpath(base['path'], Path(known_as).absolute()) if here else base['path']
     adapters = [k for k in state if beside_base(k, note)]
@@ -274,8 +291,9 @@ class Pretrained(nn.Module):
         state:Mapping[str,Tensor]|None=None, # weights by name, e.g. an earlier copy; default: its own
     )->None:
         "Writes config.json, weights (of a model with adapters these alone) and a local tokenizer's files."
-        tokenizer = tokenizer or (self.tokenizer
-            if Path(self.tokenizer_source).is_dir() else self._tokenizer)
+        tokenizer = tokenizer or (
+            self.tokenizer if Path(self.tokenizer_source).is_dir() else self._tokenizer
+        )
         from_hub = tokenizer is None
         if tokenizer is not None and tokenizer.name_or_path == self.cfg.lm_tokenizer:
             from_hub = not Path(self.cfg.lm_tokenizer).is_dir()
@@ -295,17 +313,20 @@ class Pretrained(nn.Module):
         training:str=UNTOLD, # Markdown about data, results and limits; of a run: `runs.start.training_card`
     )->None:
         "Uploads the checkpoint and a model card to the Hugging Face hub."
-        require(not self.lora_note,
+        require(
+            not self.lora_note,
             'adapters are saved with the path of their base, which nobody else has: '
-            'upload merge_adapters(model) of training.lora')
+            'upload merge_adapters(model) of training.lora'
+        )
         api = api or HfApi()
         with tempfile.TemporaryDirectory() as tmp:
             self.save_pretrained(tmp, tokenizer, known_as=repo_id)
             card = MODEL_CARD.format(repo_id=repo_id, more=training)
             (Path(tmp)/'README.md').write_text(card, encoding='utf-8')
             api.create_repo(repo_id, private=private, exist_ok=True)
-            api.upload_folder(repo_id=repo_id, folder_path=tmp,
-                commit_message='Upload checkpoint')
+            api.upload_folder(
+                repo_id=repo_id, folder_path=tmp, commit_message='Upload checkpoint'
+            )
 
 # %% ../../nbs/37_model.pretrained.ipynb #26a10006
 def followed(make:Callable[[],Pretrained])->Any: # makes a model

@@ -25,16 +25,19 @@ from .attention import attention
 # %% ../../nbs/29_model.vision.ipynb #2026a3af
 def _flatten_tiles(images)->list[Tensor]: # None, a tile, a stack (N, 3, S, S), a grid, or lists of them
     "Returns the stacks of tiles in `images`, each (n, 3, S, S), in reading order."
-    stacks = [picture.reshape(-1, *picture.shape[-3:])
-        for picture in flat_pictures(images)]
+    stacks = [
+        picture.reshape(-1, *picture.shape[-3:]) for picture in flat_pictures(images)
+    ]
     return [stack for stack in stacks if len(stack)]
 
 # %% ../../nbs/29_model.vision.ipynb #2026a3b0
 def stack_tiles(images, device:str|torch.device|None=None)->Tensor|None: # see `_flatten_tiles`; to go to
     "Returns all tiles as one stack (N, 3, S, S); None without tiles. The copy to a GPU does not wait."
     stacks = [t.to(device, non_blocking=True) for t in _flatten_tiles(images)]
-    require(len({t.dtype == torch.uint8 for t in stacks}) < 2,
-        'images mixes byte tiles (0-255) and float tiles (0-1): give one kind')
+    require(
+        len({t.dtype == torch.uint8 for t in stacks}) < 2,
+        'images mixes byte tiles (0-255) and float tiles (0-1): give one kind'
+    )
     return torch.cat(stacks) if stacks else None
 
 # %% ../../nbs/29_model.vision.ipynb #443882ab
@@ -51,8 +54,9 @@ def to_pixels(tiles:Tensor, # (N, 3, S, S) bytes (0-255) or floats (0-1)
     means = [*mean]*3 if len(mean) == 1 else mean
     stds = [*std]*3 if len(std) == 1 else std
     # plain numbers: nothing is copied to the device
-    return torch.stack([(colour-m)/s for colour,m,s in zip(x.unbind(1), means, stds)],
-        1)
+    return torch.stack(
+        [(colour-m)/s for colour,m,s in zip(x.unbind(1), means, stds)], 1
+    )
 
 # %% ../../nbs/29_model.vision.ipynb #b5a42a65
 class ViTPatchEmbeddings(nn.Module):
@@ -60,11 +64,13 @@ class ViTPatchEmbeddings(nn.Module):
     def __init__(self, cfg:VLMConfig): # reads the `vit_*` fields
         super().__init__()
         width = cfg.vit_hidden_dim
-        self.conv = nn.Conv2d(3, width, kernel_size=cfg.vit_patch_size,
-            stride=cfg.vit_patch_size)
+        self.conv = nn.Conv2d(
+            3, width, kernel_size=cfg.vit_patch_size, stride=cfg.vit_patch_size
+        )
         self.cls_token = nn.Parameter(torch.zeros(1, 1, width)) if cfg.vit_cls_flag else None
-        self.position_embedding = nn.Parameter(torch.zeros(1,
-            cfg.n_patches+cfg.vit_cls_flag, width))
+        self.position_embedding = nn.Parameter(
+            torch.zeros(1, cfg.n_patches+cfg.vit_cls_flag, width)
+        )
 
     def forward(self, images:Tensor, # (N, 3, S, S) tiles, floats from 0 to 1
     )->Tensor: # (N, P, D) patch vectors; P+1 with a class token, which comes first
@@ -89,15 +95,26 @@ class ViTMultiHeadAttention(nn.Module):
     def forward(self, x:Tensor, # (N, P, D) normed patches
     )->Tensor: # (N, P, D) what each patch gathered
         "Mix the patches of each tile."
-        q,k,v = (y.unflatten(-1, (self.n_heads,-1)).transpose(1,2)
-            for y in self.qkv_proj(x).chunk(3, -1))
-        out = attention(q, k, v, causal=False, backend=self.backend,
-            dropout_p=self.dropout*self.training)
+        q,k,v = (
+            y.unflatten(-1, (self.n_heads,-1)).transpose(1,2)
+            for y in self.qkv_proj(x).chunk(3, -1)
+        )
+        out = attention(
+            q,
+            k,
+            v,
+            causal=False,
+            backend=self.backend,
+            dropout_p=self.dropout*self.training
+        )
         return self.resid_dropout(self.out_proj(out.transpose(1,2).flatten(2)))
 
 # %% ../../nbs/29_model.vision.ipynb #9a9bd399
-ACTIVATIONS:dict[str,Callable] = dict(gelu_pytorch_tanh=partial(F.gelu, approximate='tanh'), gelu=F.gelu,
-                   quick_gelu=lambda x: x*torch.sigmoid(1.702*x))
+ACTIVATIONS:dict[str,Callable] = dict(
+    gelu_pytorch_tanh=partial(F.gelu, approximate='tanh'),
+    gelu=F.gelu,
+    quick_gelu=lambda x: x*torch.sigmoid(1.702*x)
+)
 
 class ViTMLP(nn.Module):
     "Two layers on each patch."
@@ -151,8 +168,9 @@ def init_weights(module:nn.Module, # a part of the model; others are left alone
         if getattr(module, 'bias', None) is not None:
             nn.init.zeros_(module.bias)
     if isinstance(module, ViTPatchEmbeddings):
-        nn.init.normal_(module.position_embedding,
-            std=module.position_embedding.shape[-1]**-.5)
+        nn.init.normal_(
+            module.position_embedding, std=module.position_embedding.shape[-1]**-.5
+        )
 
 # %% ../../nbs/29_model.vision.ipynb #77b9cf29
 class ViT(nn.Module):
@@ -202,8 +220,9 @@ class ModalityProjector(nn.Module):
         super().__init__()
         self.factor = cfg.mp_pixel_shuffle_factor
         width = cfg.vit_hidden_dim*cfg.mp_pixel_shuffle_factor**2
-        self.proj = _linear(width, cfg.lm_hidden_dim, cfg.mp_kind!='linear',
-            cfg.init_std)
+        self.proj = _linear(
+            width, cfg.lm_hidden_dim, cfg.mp_kind!='linear', cfg.init_std
+        )
         # a module per call site, since forward hooks are per module
         self.norm:nn.Module = nn.Identity()
         self.out:nn.Module = nn.Identity()

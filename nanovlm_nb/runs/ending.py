@@ -101,12 +101,15 @@ def _no_memory(run:OpenRun, error:BaseException|None)->str: # as it arrived
     ranks = run.dist.world_size
     kind = run.dist.device.type
     def keeps(changes): # the checkpoints of the run
-        return all((resume_rule(n, type(vlm_cfg)) or _UNKNOWN)[0]!=REFUSED
-            for n in changes)
-    lines = advice({}, run.cfg, vlm_cfg, oom=True, keeps=keeps, ranks=ranks,
-        device=kind)
-    changes = [remedy.changes
-        for remedy in memory_remedies(vlm_cfg, run.cfg, ranks, kind)]
+        return all(
+            (resume_rule(n, type(vlm_cfg)) or _UNKNOWN)[0]!=REFUSED for n in changes
+        )
+    lines = advice(
+        {}, run.cfg, vlm_cfg, oom=True, keeps=keeps, ranks=ranks, device=kind
+    )
+    changes = [
+        remedy.changes for remedy in memory_remedies(vlm_cfg, run.cfg, ranks, kind)
+    ]
     first = next(filter(keeps, changes), {})
     what = (str(error).strip() or type(error).__name__).splitlines()[0]
     return (f'memory ran out ({what}); {_what_is_left(run.run_dir)}. What helps when you are '

@@ -24,8 +24,10 @@ from ..answers.tasks import _NOTHING,_read_result,_result_values,choose_eval_bac
 from ..answers.tasks import result_files,task_names,write_json
 
 # %% ../../nbs/60_runs.evaluations.ipynb #25911849
-_LAUNCHER = re.compile(r'MASTER_(ADDR|PORT)|((LOCAL|GROUP|ROLE)_)?(RANK|WORLD_SIZE)|ROLE_NAME|'
-                       r'TORCHELASTIC_.*|TORCH_NCCL_.*|SLURM_(?!CONF$).*')
+_LAUNCHER = re.compile(
+    r'MASTER_(ADDR|PORT)|((LOCAL|GROUP|ROLE)_)?(RANK|WORLD_SIZE)|ROLE_NAME|'
+    r'TORCHELASTIC_.*|TORCH_NCCL_.*|SLURM_(?!CONF$).*'
+)
 _BEGINS = '--- begins ---\n' # stands in a log before what an evaluator prints
 
 def _start_process(command:list[str], # program and arguments
@@ -33,13 +35,20 @@ def _start_process(command:list[str], # program and arguments
     **env:str, # variables beside those of this process
 )->subprocess.Popen|None: # does not end with this process; None: another program writes that log
     "Starts a program that has its log locked as long as it lives."
-    inherited = {name:value for name,value in os.environ.items()
-        if not _LAUNCHER.fullmatch(name)}
+    inherited = {
+        name:value for name,value in os.environ.items() if not _LAUNCHER.fullmatch(name)
+    }
     with open_own(log, 'ab', buffering=0) as f:
         if lock_file(f) is False: return None
         f.write(_BEGINS.encode())
-        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=f, stderr=f,
-            env=dict(OMP_NUM_THREADS='1')|inherited|env, start_new_session=True)
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=f,
+            stderr=f,
+            env=dict(OMP_NUM_THREADS='1')|inherited|env,
+            start_new_session=True
+        )
 
 # %% ../../nbs/60_runs.evaluations.ipynb #25911850
 def _is_running(log:Path)->bool: # started by this process or by another
@@ -65,8 +74,9 @@ def _evaluator_cards(cards_given:str|None, # `eval_gpus`
     ranks:int, # of the training here, which have the first GPUs
 )->tuple[dict[str,str],str]: # variables for an evaluator; a few words for the log, if there is a GPU
     "Returns where an evaluator computes: as asked, else on the last GPU that no rank has, else on none."
-    names = os.environ.get(VISIBLE,
-        ','.join(map(str, range(torch.cuda.device_count()))))
+    names = os.environ.get(
+        VISIBLE, ','.join(map(str, range(torch.cuda.device_count())))
+    )
     cards = [*filter(None, map(str.strip, names.split(',')))]
     if cards_given is None and not cards: return {},''
     card = (cards[ranks:] or [''])[-1]
@@ -88,8 +98,15 @@ def _evaluator_command(run_dir:Path, cfg:TrainConfig, tasks:str, step:int)->list
         if include: words.append(include)
         return ['sbatch', cfg.eval_script, *map(str, words)]
     out = run_dir/RESULTS/f'step_{step}.json'
-    named = dict(tasks=tasks, out=out, step=step, limit=limit, include_path=include,
-        batch_size=batch_size, prompts=prompts)
+    named = dict(
+        tasks=tasks,
+        out=out,
+        step=step,
+        limit=limit,
+        include_path=include,
+        batch_size=batch_size,
+        prompts=prompts
+    )
     flags = []
     for name,value in named.items():
         if value is not None: flags += [f'--{name}', str(value)]
@@ -157,8 +174,9 @@ def _in_queue(job)->bool:
     "Returns whether Slurm may still run a job."
     if not shutil.which('squeue'): return True
     try:
-        asked = subprocess.run(['squeue','-h','-j',job], capture_output=True,
-            text=True, timeout=60)
+        asked = subprocess.run(
+            ['squeue','-h','-j',job], capture_output=True, text=True, timeout=60
+        )
     except subprocess.TimeoutExpired:
         return True
     return bool(asked.stdout.strip()) or asked.returncode!=0 and 'Invalid job id' not in asked.stderr
@@ -257,8 +275,11 @@ def _new_results(evals:Evaluations, until:float=math.inf, # last step to look at
         except (ValueError, OSError, RecursionError) as e:
             logger.warning(f'{path} cannot be read ({type(e).__name__}: {e}): left for later')
             continue
-        unlogged = {name:value for name,value in figures.items()
-            if (step,name) not in evals.logged}
+        unlogged = {
+            name:value
+            for name,value in figures.items()
+            if (step,name) not in evals.logged
+        }
         for name in unlogged: evals.logged.add((step,name))
         if unlogged: yield step,unlogged
 
@@ -280,8 +301,11 @@ def _forget_evals(evals:Evaluations, after:int)->list[str]: # last step that sta
     folder = evals.run_dir/RESULTS
     later = []
     for kind in ('todo','log','json'):
-        later += [(step,path) for step,path in result_files(folder, kind).items()
-            if step>after]
+        later += [
+            (step,path)
+            for step,path in result_files(folder, kind).items()
+            if step>after
+        ]
     if not later: return []
     steps = sorted({step for step,_ in later})
     for step in steps: _stop(evals, step)
@@ -328,8 +352,9 @@ def keep_results(evals:Evaluations|None, log:RunLog, step:int, # None: not rank 
     for task,reason in results['failed'].items():
         log.info(f'evaluation of step {step}: {task} failed, {reason}')
     checkpoint = str(evals.run_dir/f'step_{step}')
-    head = dict(global_step=step, checkpoint=checkpoint,
-        limit=evals.cfg.lmms_eval_limit)
+    head = dict(
+        global_step=step, checkpoint=checkpoint, limit=evals.cfg.lmms_eval_limit
+    )
     write_json(evals.file(step, 'json'), _result_values(head|_NOTHING, results))
 
 # %% ../../nbs/60_runs.evaluations.ipynb #3a7c0e07

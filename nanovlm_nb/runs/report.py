@@ -37,8 +37,11 @@ _OWN = {'run_name','notes','resume','load_from'} # different in every run
 
 def _changes_since(run_dir:Path, v:VLMConfig, c:TrainConfig)->tuple[str,list[str]]:
     "Name of the run beside this one that was configured last, or '', and a line for each field that differs."
-    others = [p for p in run_dir.absolute().parent.glob(f'*/{CONFIG}')
-        if p.parent.name!=run_dir.name and p.is_file()] # what is no file may never end
+    others = [
+        p
+        for p in run_dir.absolute().parent.glob(f'*/{CONFIG}')
+        if p.parent.name!=run_dir.name and p.is_file()
+    ] # what is no file may never end
     if not others: return '',['the first run of its folder']
     latest = max(others, key=lambda path: path.stat().st_mtime)
     name = latest.parent.name
@@ -87,10 +90,18 @@ def write_record(run_dir:Path, v:VLMConfig, c:TrainConfig,
     text = path.read_text(encoding='utf-8', errors='backslashreplace') if path.is_file() else ''
     before,changed = _changes_since(run_dir, v, c)
     since = f' since {before}' if before else ''
-    page = [f'# {run_dir.name}', f'## Changed{since}', _bullets(changed), _MINE,
+    page = [
+        f'# {run_dir.name}',
+        f'## Changed{since}',
+        _bullets(changed),
+        _MINE,
         c.notes or '(no notes: give notes, what this run tries)',
-        _bullets(_data_lines(v, c)), '## Results', _bullets(results), _LIMITS,
-        text[text.index(YOURS):] if YOURS in text else _UNWRITTEN]
+        _bullets(_data_lines(v, c)),
+        '## Results',
+        _bullets(results),
+        _LIMITS,
+        text[text.index(YOURS):] if YOURS in text else _UNWRITTEN
+    ]
     return write_atomic(path, '\n\n'.join(page))
 
 # %% ../../nbs/64_runs.report.ipynb #0154a710
@@ -138,8 +149,9 @@ def _ask_held_out(asker:Asker, rows:list[dict], log:RunLog, step:int)->dict[str,
     log.info(f'asking the best checkpoint about {len(rows)} held-out samples, and about other pictures')
     scores,seen = compare_answers(asker, rows)
     log.info('held-out questions\n'+accuracy_table(scores))
-    accuracies = {f'answers/{kind}':right/n
-        for kind,(right,n) in scores['answers'].items()}
+    accuracies = {
+        f'answers/{kind}':right/n for kind,(right,n) in scores['answers'].items()
+    }
     log.log(accuracies, step)
     write_atomic(log.run_dir/ANSWER_TABLE, json.dumps(scores, indent=1)+'\n')
     if any(r.images for r in seen):
@@ -190,8 +202,11 @@ def _time_split(seconds:dict[str,float])->str: # by kind; e.g. 'forward_backward
     "Where the time of a run went, the largest part first."
     total = sum(seconds.values())
     kinds = sorted(seconds, key=seconds.__getitem__, reverse=True)
-    parts = [f'{kind} {100*seconds[kind]/total:.0f} %' for kind in kinds
-        if seconds[kind]/total>=.005]
+    parts = [
+        f'{kind} {100*seconds[kind]/total:.0f} %'
+        for kind in kinds
+        if seconds[kind]/total>=.005
+    ]
     return f"{', '.join(parts)}, {total:.0f} s in all"
 
 # %% ../../nbs/64_runs.report.ipynb #02c964f4
@@ -216,8 +231,11 @@ def _results_of(trainer:Trainer, scores:dict[str,dict])->list[str]: # after `tra
     if t.best_step is not None:
         best = f'best {name} {t.best_val_loss:.4f} at update {t.best_step}'
     since = f' since update {step_of(t.checkpoint)}, of the last start' if t.checkpoint else ''
-    lines = [f'{t.step} updates, {t.samples} samples, {t.targets} target tokens', best,
-        f'time{since}: {_time_split(find(t, Meters).seconds)}']
+    lines = [
+        f'{t.step} updates, {t.samples} samples, {t.targets} target tokens',
+        best,
+        f'time{since}: {_time_split(find(t, Meters).seconds)}'
+    ]
     if t.skipped:
         lines.append(f'{t.skipped} updates skipped, see bad_updates.jsonl')
     for hook in t.hooks: lines += getattr(hook, 'findings', ())
@@ -238,8 +256,15 @@ def _advice_lines(trainer:Trainer)->list[str]: # after `train()`; empty for a sh
     if total<_ADVICE_AFTER_S: return []
     shares = {kind:value/total for kind,value in seconds.items()}
     cfg = evolve(t.cfg, compile=bool(t.compiled))
-    return advice(shares, cfg, t.base.cfg, unstable=t.skipped>0, cpus=os.cpu_count(),
-        ranks=t.dist.world_size, device=t.dist.device.type)
+    return advice(
+        shares,
+        cfg,
+        t.base.cfg,
+        unstable=t.skipped>0,
+        cpus=os.cpu_count(),
+        ranks=t.dist.world_size,
+        device=t.dist.device.type
+    )
 
 # %% ../../nbs/64_runs.report.ipynb #55000008
 def report_run(trainer:Trainer, drops:dict[str,Drops], make:Callable|None=None)->None: # of all ranks
@@ -262,8 +287,9 @@ def report_run(trainer:Trainer, drops:dict[str,Drops], make:Callable|None=None)-
     overfitting = _overfitting(records)
     if overfitting: warnings.append(overfitting)
     write_record(run_dir, t.base.cfg, t.cfg, _results_of(t, scores)+warnings)
-    question = next((r['texts'][0]['user'] for r in rows if r['images']),
-        'What is in the picture?')
+    question = next(
+        (r['texts'][0]['user'] for r in rows if r['images']), 'What is in the picture?'
+    )
     words = ['nanovlm','ask',str(run_dir),'--image','PICTURE','--prompt',question]
     asks = [f'ask it: {shlex.join(words)}']
     example = next((row for row in rows if len(row['images'] or ())==1), None)
@@ -272,7 +298,11 @@ def report_run(trainer:Trainer, drops:dict[str,Drops], make:Callable|None=None)-
         newest = run_dir.absolute().parent==Path('checkpoints').absolute()
         words = ['nanovlm','ask'] if newest else ['nanovlm','ask',str(run_dir)]
         asks.append(f'or about a held-out picture: {shlex.join(words)}')
-    lines = [f'time: {_time_split(find(t, Meters).seconds)}', *_advice_lines(t),
-        f'best checkpoint: {find_checkpoint(run_dir)}', f'page and curves: {run_dir}']
+    lines = [
+        f'time: {_time_split(find(t, Meters).seconds)}',
+        *_advice_lines(t),
+        f'best checkpoint: {find_checkpoint(run_dir)}',
+        f'page and curves: {run_dir}'
+    ]
     if make is None: lines += asks
     for line in lines+warnings: log.info(line)

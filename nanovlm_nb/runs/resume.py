@@ -66,16 +66,27 @@ def differences(saved:dict[str,dict], v:VLMConfig, c:TrainConfig)->list[tuple[st
     for cfg,before in ((v,saved['vlm']), (c,saved['train'])):
         for name,value in asdict(cfg).items():
             if name in before:
-                compare(name, before[name], value,
-                    *(resume_rule(name, type(cfg)) or _UNKNOWN))
-    return [found for level in (REFUSED, CAREFUL, FINE) for found in changed
-        if found[0]==level]
+                compare(
+                    name,
+                    before[name],
+                    value,
+                    *(resume_rule(name, type(cfg)) or _UNKNOWN)
+                )
+    return [
+        found
+        for level in (REFUSED, CAREFUL, FINE)
+        for found in changed
+        if found[0]==level
+    ]
 
 # %% ../../nbs/63_runs.resume.ipynb #f1cd2db4
 def splits(packs:int, ranks:int)->list[tuple[int,int,int]]: # of an update
     "Every way to split an update: (batch_size, gradient_accumulation_steps, ranks)."
-    return [(b, packs//ranks//b, ranks) for b in range(1, packs//ranks+1)
-        if packs%(ranks*b)==0]
+    return [
+        (b, packs//ranks//b, ranks)
+        for b in range(1, packs//ranks+1)
+        if packs%(ranks*b)==0
+    ]
 
 # %% ../../nbs/63_runs.resume.ipynb #92221808
 def split_difference(was:int, now:tuple[int,int,int], so_far:str='')->tuple[str,str]|None: # a sentence
@@ -163,9 +174,11 @@ def check_own_parts(place:Path, own:list[str])->None:
     brought = {*own}
     if 'loaders' in own:
         brought.add('processor') # which loaders of your own may bring
-    require({*was}<=brought,
+    require(
+        {*was}<=brought,
         f'{place} was made with {" and ".join(was)} of its own, and this start gives '
-        f'{" and ".join(own) or "none"}: {how}')
+        f'{" and ".join(own) or "none"}: {how}'
+    )
 
 # %% ../../nbs/63_runs.resume.ipynb #db66a507
 def _rate_lines(state:dict, c:TrainConfig, log:list[dict])->list[tuple[bool,str]]: # of a checkpoint
@@ -181,8 +194,11 @@ def _rate_lines(state:dict, c:TrainConfig, log:list[dict])->list[tuple[bool,str]
         name = 'lr_lora'
         whose = 'adapters'
         peak = c.lr_lora
-    rates = [record[name] for record in log if record['step']<=state['step']
-        and name in record]
+    rates = [
+        record[name]
+        for record in log
+        if record['step']<=state['step'] and name in record
+    ]
     if not rates: return []
     schedule = get_schedule(c.lr_schedule, c.warmup_ratio, c.min_lr_ratio)
     before = rates[-1]
@@ -197,15 +213,19 @@ def plan_resume(run_dir:Path, start:Start, v:VLMConfig, c:TrainConfig, world_siz
     the checkpoint does not fit them. `own` names the parts of a script."""
     checkpoint = start.path if start.kind=='resume' else None
     check_run_dir(run_dir)
-    check_way(run_dir, checkpoint,
-        math.inf if c.max_training_samples else c.max_training_steps)
+    check_way(
+        run_dir,
+        checkpoint,
+        math.inf if c.max_training_samples else c.max_training_steps
+    )
     found = [(checkpoint is not None or not c.resume, start.line)]
     newer = left_behind(run_dir, checkpoint)
     if newer:
         names = ', '.join(p.name for p in newer)
         folder = abandoned_folder(run_dir)
-        found.append((True,
-            f'{names}: set aside in {folder} with the log of that time'))
+        found.append(
+            (True, f'{names}: set aside in {folder} with the log of that time')
+        )
     if checkpoint is None: return found
     check_own_parts(run_dir, own)
     log = read_log(run_dir/LOG) if (run_dir/LOG).is_file() else []

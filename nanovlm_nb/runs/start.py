@@ -46,9 +46,13 @@ class Start(NamedTuple):
     @property
     def origin(self)->str:
         "Where the weights come from, in words."
-        words = dict(resume='the checkpoint {}, from which it resumes',
+        words = dict(
+            resume='the checkpoint {}, from which it resumes',
             checkpoint='the checkpoint {}',
-            file='the file {}', backbones='the backbones {}', random='random numbers')
+            file='the file {}',
+            backbones='the backbones {}',
+            random='random numbers'
+        )
         return words[self.kind].format(self.path)
 
 # %% ../../nbs/62_runs.start.ipynb #717228e8
@@ -85,8 +89,10 @@ def _checkpoint_within(run_dir, load_from):
         f'into a run of its own, mkdir {run_dir.parent}/NEW && cp -r {path} {run_dir.parent}/NEW, '
         'and give run_name NEW and resume True')
     if not path.is_dir():
-        raise MissingFile(f'load_from: there is no directory {path}: correct the path, '
-            'or give run_name alone')
+        raise MissingFile(
+            f'load_from: there is no directory {path}: correct the path, '
+            'or give run_name alone'
+        )
     check_checkpoint(path, f'load_from {path}')
     return path
 
@@ -96,17 +102,21 @@ def start_of(run_dir:Path|None, v:VLMConfig, c:TrainConfig,
     """Where a start begins; a UsageError where the command contradicts what is there. `run_dir` is None for
     a new run without a name; `how` is what to do instead of giving another name."""
     given = c.load_from or ''
-    require(not given or is_pth(given) or not Path(given).is_file(),
+    require(
+        not given or is_pth(given) or not Path(given).is_file(),
         f'load_from is the file {given}: '
-        'give the directory of the checkpoint that holds it')
+        'give the directory of the checkpoint that holds it'
+    )
     if run_dir is None:
         require(not c.resume,
             'resume needs to know which run: give run_name, or load_from with a checkpoint')
         return _new_start(v, c, run_dir)
     own,damaged = usable_checkpoint(run_dir, thorough=True)
-    require(c.resume or not own,
+    require(
+        c.resume or not own,
         f'{run_dir} holds {own and own.name} of an earlier run, which a new one '
-        f'would be mixed up with: give another run_name, or {how}')
+        f'would be mixed up with: give another run_name, or {how}'
+    )
     if not c.resume: return _new_start(v, c, run_dir)
     begun = None
     if own:
@@ -145,9 +155,14 @@ def _with_sizes(v:VLMConfig, start:Start)->VLMConfig:
     if kind=='resume':
         saved = start.state['configs']['vlm']
         free = every-v.given-OF_RUN
-        return evolve(v,
-            **{n:value for n,value in saved.items() if n in free
-            and value!=getattr(v, n)})
+        return evolve(
+            v,
+            **{
+                n:value
+                for n,value in saved.items()
+                if n in free and value!=getattr(v, n)
+            }
+        )
     sources = dict[str,dict]()
     if kind=='checkpoint' and type(v) is VLMConfig: # a class of one's own knows what it is
         sources = {start.path:asdict(checkpoint_config(start.path))}
@@ -155,9 +170,11 @@ def _with_sizes(v:VLMConfig, start:Start)->VLMConfig:
         sources = backbone_fields(evolve(v, lm_model_type=None) if kind=='file' else v)
     for source,values in sources.items():
         for n in sorted(v.given&values.keys()-OF_RUN-BESIDE_WEIGHTS):
-            require(getattr(v, n)==values[n],
+            require(
+                getattr(v, n)==values[n],
                 f'{n} is {getattr(v, n)!r}, but {source} was trained with '
-                f'{values[n]!r}: leave {n} out, its weights are another model')
+                f'{values[n]!r}: leave {n} out, its weights are another model'
+            )
         follow |= {n:value for n,value in values.items() if n not in v.given|OF_RUN}
     if kind=='checkpoint' and 'lm_tokenizer' in follow:
         folder = resolve_checkpoint(start.path, False)

@@ -52,8 +52,9 @@ def _start_findings(vlm_cfg:VLMConfig, cfg:TrainConfig, gpus:int=1,
         vlm_cfg,cfg,notes = resolve_start(vlm_cfg, cfg, gpus, start)
         if start.kind=='file' and not Path(str(cfg.load_from)).is_file():
             raise MissingFile(f'there is no file {cfg.load_from}')
-        lines = plan_resume(place or Path(vlm_cfg.vlm_checkpoint_path), start, vlm_cfg,
-            cfg, gpus)
+        lines = plan_resume(
+            place or Path(vlm_cfg.vlm_checkpoint_path), start, vlm_cfg, cfg, gpus
+        )
     except WRONG as e: yield failed('start', e)
     else:
         if start.kind!='resume':
@@ -62,8 +63,11 @@ def _start_findings(vlm_cfg:VLMConfig, cfg:TrainConfig, gpus:int=1,
         yield Finding('export', PASS, export_line(vlm_cfg))
         if not cfg.resume: return
         for ok,line in lines:
-            yield Finding('resume', PASS if ok else FAIL,
-                line.replace('Auto resumed', 'would resume'))
+            yield Finding(
+                'resume',
+                PASS if ok else FAIL,
+                line.replace('Auto resumed', 'would resume')
+            )
 
 # %% ../../nbs/74_tools.check.ipynb #f8ab3132
 def _check_memory(plan:dict, gib:float|None=None)->str: # from `make_plan`; of a GPU, None: there is none
@@ -73,8 +77,9 @@ def _check_memory(plan:dict, gib:float|None=None)->str: # from `make_plan`; of a
     steps = []
     for device in plan['devices'].values():
         for remedy in device['remedies']:
-            steps.append(', '.join(f'{name} {value}'
-                for name,value in remedy['changes'].items()))
+            steps.append(
+                ', '.join(f'{name} {value}' for name,value in remedy['changes'].items())
+            )
     remedies = '; then '.join(steps) or 'take a larger GPU'
     raise UsageError(f'{text}, and one has {gib:.0f} GiB, of which {USABLE:.0%} can be planned with: '
         f'{remedies}')
@@ -98,19 +103,36 @@ _LARGEST = 2**31 # bytes of the weights
 def _seconds_of_pack(vlm_cfg:VLMConfig, train_cfg:TrainConfig)->float:
     "Returns how long the second of two updates of one pack takes here, with random weights."
     with tempfile.TemporaryDirectory() as tmp, RunLog(tmp, Dist(), quiet=True) as log:
-        alone = evolve(vlm_cfg, vlm_load_backbone_weights=False,
-            vlm_checkpoint_path=tmp, hf_repo_name=None)
-        cfg = evolve(train_cfg, train_dataset_path='shapes',
-            train_dataset_name=['default'], columns=[],
-            train_dataset_weights=[], stream_dataset=False, data_cutoff_idx=512,
+        alone = evolve(
+            vlm_cfg,
+            vlm_load_backbone_weights=False,
+            vlm_checkpoint_path=tmp,
+            hf_repo_name=None
+        )
+        cfg = evolve(
+            train_cfg,
+            train_dataset_path='shapes',
+            train_dataset_name=['default'],
+            columns=[],
+            train_dataset_weights=[],
+            stream_dataset=False,
+            data_cutoff_idx=512,
             val_size=2,
             batch_size=1,
-            gradient_accumulation_steps=1, num_workers=0, val_workers=0, load_from=None,
+            gradient_accumulation_steps=1,
+            num_workers=0,
+            val_workers=0,
+            load_from=None,
             resume=False,
-            resume_from_vlm_checkpoint=False, sharding='ddp',
+            resume_from_vlm_checkpoint=False,
+            sharding='ddp',
             reduce_every_micro_batch=False,
-            offload_params=False, deepspeed_config=None,
-            tracker='none', progress_bar=False, cache_features=False)
+            offload_params=False,
+            deepspeed_config=None,
+            tracker='none',
+            progress_bar=False,
+            cache_features=False
+        )
         trainer = build_trainer(alone, cfg, log, Dist())
         trainer.hooks = []
         for update in islice(updates(trainer), 2):
@@ -154,9 +176,13 @@ def _cost_findings(vlm_cfg:VLMConfig, train_cfg:TrainConfig, gpus:int)->Iterator
         yield tried('time', _time_line, plan)
     else:
         yield tried('time', _time_here, vlm_cfg, train_cfg, plan)
-    yield tried('checkpoints', check_disk, vlm_cfg.vlm_checkpoint_path,
+    yield tried(
+        'checkpoints',
+        check_disk,
+        vlm_cfg.vlm_checkpoint_path,
         plan['disk']['checkpoint'],
-                plan['disk']['kept'])
+        plan['disk']['kept']
+    )
 
 # %% ../../nbs/74_tools.check.ipynb #623dd8df
 def _check_all(vlm_cfg, train_cfg, gpus, run_dir, rows, smoke)->Iterator[Finding|str]: # see `cli`

@@ -68,9 +68,11 @@ def _installed(name:str)->str|None: # None: it is not there
 # %% ../../nbs/71_tools.doctor.ipynb #62a48942
 def _too_old(found:dict[str,str|None], floors:dict[str,str])->list[str]: # None: it is missing
     "Returns what is missing or older than its floor, in words."
-    return [f'{name} {found[name] or "is missing"} ({floors[name]} or newer)'
+    return [
+        f'{name} {found[name] or "is missing"} ({floors[name]} or newer)'
         for name in floors
-        if Version(found[name] or '0')<Version(floors[name])]
+        if Version(found[name] or '0')<Version(floors[name])
+    ]
 
 # %% ../../nbs/71_tools.doctor.ipynb #de8d6d45
 PACKAGE_FLOORS = dict(torch='2.0', transformers='4.35')
@@ -95,17 +97,22 @@ def _check_cuda(gpus:int, cuda:str|None, driver:str|None)->str: # that torch see
     "Raises unless torch, CUDA and the driver go together."
     if not driver and (not gpus or cuda is None):
         raise Skip('no GPU here: training is on the CPU')
-    require(cuda,
+    require(
+        cuda,
         f'torch is built without CUDA, but there is a GPU with driver {driver}: '
-                  'install a CUDA build of torch, see pytorch.org')
+        'install a CUDA build of torch, see pytorch.org'
+    )
     floor = _CUDA_DRIVERS.get(Version(cuda or '0').major, '0')
     require(gpus,
         f'torch {cuda} sees no GPU, driver {driver}: update the driver to {floor} or newer, '
                   'or unset CUDA_VISIBLE_DEVICES')
-    old = _too_old(dict(CUDA=cuda, driver=driver or floor),
-        dict(CUDA=CUDA_FLOOR, driver=floor))
-    require(not old,
-        f"CUDA {cuda} with driver {driver}, too old: {', '.join(old)}; install these")
+    old = _too_old(
+        dict(CUDA=cuda, driver=driver or floor), dict(CUDA=CUDA_FLOOR, driver=floor)
+    )
+    require(
+        not old,
+        f"CUDA {cuda} with driver {driver}, too old: {', '.join(old)}; install these"
+    )
     return f'{cuda}, {_gpus(gpus)}, driver {driver or "unknown"}'
 
 # %% ../../nbs/71_tools.doctor.ipynb #3357e6d4
@@ -114,9 +121,11 @@ def _check_flash(glibc:str|None, cuda:str|None, torch_version:str, flash:str|Non
     if flash is None:
         raise Skip("not installed, and not needed: torch's fused attention is used")
     old = _too_old({'GLIBC':glibc, 'CUDA':cuda, 'torch':torch_version, 'flash-attn':flash}, FLASH_FLOORS)
-    require(not old,
+    require(
+        not old,
         f"{'; '.join(old)}: pip uninstall flash-attn, or build it from source here: "
-                     'pip install flash-attn --no-build-isolation --no-binary flash-attn')
+        'pip install flash-attn --no-build-isolation --no-binary flash-attn'
+    )
     return f'{flash}, GLIBC {glibc}'
 
 # %% ../../nbs/71_tools.doctor.ipynb #570c042f
@@ -146,8 +155,11 @@ def check_disk(folder:str|Path, one:float, n:int, free:float|None=None)->str: # 
     noun = 'checkpoint'
     if n>1: noun += 's'
     text = f'{n} {noun} of {one/1e9:.2f} GB, {free/1e9:.1f} GB are free'
-    require(n*one<=free, f'{text}: lower max_keep_ckpts, raise eval_interval, '
-                           'or give another vlm_checkpoint_path')
+    require(
+        n*one<=free,
+        f'{text}: lower max_keep_ckpts, raise eval_interval, '
+        'or give another vlm_checkpoint_path'
+    )
     return text
 
 # %% ../../nbs/71_tools.doctor.ipynb #f617839f
@@ -162,8 +174,10 @@ def _check_wandb(train_cfg:TrainConfig, mode:str|None=None)->str: # None: wandb 
         return mode
     if not {'log_wandb','tracker'}&train_cfg.given:
         raise Skip('not logged in: figures stay in log.jsonl and on disk')
-    raise UsageError('not logged in, the run would be recorded here only: wandb login; '
-                     'or say that it is meant: WANDB_MODE=offline, or --tracker none')
+    raise UsageError(
+        'not logged in, the run would be recorded here only: wandb login; '
+        'or say that it is meant: WANDB_MODE=offline, or --tracker none'
+    )
 
 # %% ../../nbs/71_tools.doctor.ipynb #eb21e747
 def _check_tasks(train_cfg:TrainConfig)->str:
@@ -184,40 +198,57 @@ def _check_slurm(train_cfg:TrainConfig, command:str='sinfo')->str:
     "Raises when a run needs a scheduler, for its evaluations, that does not answer."
     if shutil.which(command) is None:
         raise Skip(f'no {command} here: start runs with torchrun')
-    done = subprocess.run([command, '-h', '-o', '%P %D %t'], capture_output=True,
-        text=True, timeout=60)
+    done = subprocess.run(
+        [command, '-h', '-o', '%P %D %t'], capture_output=True, text=True, timeout=60
+    )
     if not done.returncode:
         return f'{len(done.stdout.splitlines())} groups of nodes'
     error = (done.stderr.strip() or f'{command} ended with {done.returncode}').splitlines()[0]
     needed = train_cfg.use_lmms_eval and choose_eval_backend(train_cfg)=='slurm'
     if not needed:
         raise Skip(f'{error}; nothing here needs it: start runs with torchrun')
-    raise UsageError(f'{error}, and evaluations need it: ask the administrators, or give '
-        '--eval_backend subprocess')
+    raise UsageError(
+        f'{error}, and evaluations need it: ask the administrators, or give '
+        '--eval_backend subprocess'
+    )
 
 # %% ../../nbs/71_tools.doctor.ipynb #19573343
 def _smoke_config(train_cfg:TrainConfig, updates:int)->TrainConfig: # from `resolve_start`
     "Returns a run of some updates that reports nowhere."
-    return evolve(train_cfg, max_training_steps=updates, max_training_samples=None,
+    return evolve(
+        train_cfg,
+        max_training_steps=updates,
+        max_training_samples=None,
         max_epochs=None,
-                  eval_in_epochs=False,
-                  save_interval=0, ask_samples=0, tracker='none', progress_bar=False,
-                  resume=False,
-                  deepspeed_config=None, run_name='smoke')
+        eval_in_epochs=False,
+        save_interval=0,
+        ask_samples=0,
+        tracker='none',
+        progress_bar=False,
+        resume=False,
+        deepspeed_config=None,
+        run_name='smoke'
+    )
 
 # %% ../../nbs/71_tools.doctor.ipynb #5900a8cf
 def _short_run(vlm_cfg:VLMConfig, small:TrainConfig, folder:str,
     timeout_s:float)->tuple[list,str]:
     "Returns the losses of a run in a process of its own, and the last line of what it says if it fails."
     save_yaml(f'{folder}/config.yaml', vlm_cfg, small)
-    command = [sys.executable, '-m', 'nanovlm_nb.train', '--config',
+    command = [
+        sys.executable,
+        '-m',
+        'nanovlm_nb.train',
+        '--config',
         f'{folder}/config.yaml',
-               *trust_flags(small.to_dict())]
+        *trust_flags(small.to_dict())
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
     losses = []
     for log in Path(folder).rglob('smoke/log.jsonl'):
-        losses = [record['batch_loss'] for record in read_log(log)
-            if 'batch_loss' in record]
+        losses = [
+            record['batch_loss'] for record in read_log(log) if 'batch_loss' in record
+        ]
     if not done.returncode: return losses,''
     return losses,[f'ended with {done.returncode}', *done.stderr.strip().splitlines()][-1]
 
@@ -228,15 +259,20 @@ def check_short_run(vlm_cfg:VLMConfig, train_cfg:TrainConfig, updates:int=3,
     small = _smoke_config(train_cfg, updates)
     with tempfile.TemporaryDirectory() as folder:
         if small.resume_from_vlm_checkpoint:
-            small = evolve(small, resume_from_vlm_checkpoint=False,
-                load_from=vlm_cfg.vlm_checkpoint_path)
+            small = evolve(
+                small,
+                resume_from_vlm_checkpoint=False,
+                load_from=vlm_cfg.vlm_checkpoint_path
+            )
         vlm_cfg = evolve(vlm_cfg, vlm_checkpoint_path=folder, hf_repo_name=None)
         try:
             losses,last = _short_run(vlm_cfg, small, folder, timeout_s)
         except subprocess.TimeoutExpired:
             raise UsageError(f'not over after {timeout_s:g} s: this machine may be too slow') from None
-    require(not last and len(losses)==updates and None not in losses,
-            f'{len(losses)} of {updates} updates: {last or "a loss is no number"}')
+    require(
+        not last and len(losses)==updates and None not in losses,
+        f'{len(losses)} of {updates} updates: {last or "a loss is no number"}'
+    )
     return f'{updates} updates, loss {losses[0]:.3f} to {losses[-1]:.3f}'
 
 # %% ../../nbs/71_tools.doctor.ipynb #01697dc8
@@ -245,11 +281,14 @@ def machine_findings(train_cfg:TrainConfig, gpus:int=1)->Iterator[Finding]: # ra
     seen = torch.cuda.device_count()
     cuda = torch.version.cuda
     wheels = platform.libc_ver()[1] or None,cuda,torch.__version__,_installed('flash-attn')
-    checks:list[tuple] = [('packages', _check_packages),
+    checks:list[tuple] = [
+        ('packages', _check_packages),
         ('GPUs', _check_gpus, gpus, seen),
         ('CUDA', _check_cuda, seen, cuda, _driver_version()),
         ('flash-attn', _check_flash, *wheels),
-        ('wandb', _check_wandb, train_cfg), ('tasks', _check_tasks, train_cfg),
-        ('Slurm', _check_slurm, train_cfg)]
+        ('wandb', _check_wandb, train_cfg),
+        ('tasks', _check_tasks, train_cfg),
+        ('Slurm', _check_slurm, train_cfg)
+    ]
     for name,check,*values in checks:
         yield tried(name, check, *values)

@@ -48,8 +48,13 @@ from ..runs.run import build_trainer
 # %% ../../nbs/72_tools.inspect.ipynb #876c5bec
 def open_data(vlm_cfg:VLMConfig, train_cfg:TrainConfig)->tuple[PackLoader,PackLoader]: # training, validation
     "Returns the loaders of a run, with a single lane and in this process."
-    one = evolve(train_cfg, batch_size=1, gradient_accumulation_steps=1,
-        num_workers=0, val_workers=0)
+    one = evolve(
+        train_cfg,
+        batch_size=1,
+        gradient_accumulation_steps=1,
+        num_workers=0,
+        val_workers=0
+    )
     try: return get_dataloaders(one, vlm_cfg)
     except (*LOAD_ERRORS, IndexError) as e:
         raise UsageError(_why_unreadable(e, train_cfg.train_dataset_path)) from e
@@ -89,8 +94,11 @@ def sample_text(sample:dict, tokenizer:Any)->str: # from `finish`
     image = re.escape(tokenizer.image_token)
     for mark,run in groupby(zip(marks, ids), lambda x: x[0]):
         piece = tokenizer.decode([i for _,i in run])
-        piece = re.sub(f'({image})+',
-            lambda m: f'{len(m[0])//len(tokenizer.image_token)} x {m[1]} ', piece)
+        piece = re.sub(
+            f'({image})+',
+            lambda m: f'{len(m[0])//len(tokenizer.image_token)} x {m[1]} ',
+            piece
+        )
         piece = ''.join(c if c.isprintable() or c=='\n' else '·' for c in piece)
         if mark:
             line_ends = piece.endswith('\n')
@@ -160,8 +168,15 @@ def check_rows(seen:_Seen, held:_Seen)->str: # of training, of validation
 
 # %% ../../nbs/72_tools.inspect.ipynb #6d5422e3
 # other reasons are choices
-_FAULTY = ('unreadable_image','missing_image','unreadable_shard','bad_row',
-    'bad_line','template','too_long')
+_FAULTY = (
+    'unreadable_image',
+    'missing_image',
+    'unreadable_shard',
+    'bad_row',
+    'bad_line',
+    'template',
+    'too_long'
+)
 
 # %% ../../nbs/72_tools.inspect.ipynb #6d5422e4
 def check_left_out(*seen:_Seen)->str: # of training, of validation
@@ -172,8 +187,11 @@ def check_left_out(*seen:_Seen)->str: # of training, of validation
     for reason in drops.counts:
         if reason in _FAULTY:
             faults.append(f'{reason}: {drops.examples(reason, 5)}; {REMEDIES[reason]}')
-    chosen = [f'{count} {reason}' for reason,count in drops.reported.items()
-        if reason not in _FAULTY]
+    chosen = [
+        f'{count} {reason}'
+        for reason,count in drops.reported.items()
+        if reason not in _FAULTY
+    ]
     require(not faults, '; '.join(faults+chosen))
     return ', '.join(chosen) or 'nothing'
 
@@ -188,8 +206,9 @@ def _check_pixels(ranges:list[tuple], pixel_max:float|None)->str: # of `_Seen`; 
     if 1<high<=65535:
         meant = 2**max(8, math.ceil(math.log2(high+1)))-1 # all bits of a pixel
     text = f'{len(ranges)} pictures of more than 8 bits a pixel, with values from {low:g} to {high:g}'
-    require(high<=white,
-        f'{text}: all above {white:g} is white, set pixel_max to {meant}')
+    require(
+        high<=white, f'{text}: all above {white:g} is white, set pixel_max to {meant}'
+    )
     require(pixel_max or high>white/4,
         f'{text}: they come out dark, {255*high/white:.0f} of 255 at most; set pixel_max to {meant}')
     return text
@@ -219,14 +238,17 @@ def _check_columns(train_cfg:TrainConfig)->str:
     if path==OWN_ROWS: raise Skip('given in Python')
     for name in config_names(path, train_cfg.train_dataset_name):
         try:
-            ignored = unread_columns(path, name, train_cfg.images_path,
-                train_cfg.columns)-{'scene'}
+            ignored = unread_columns(
+                path, name, train_cfg.images_path, train_cfg.columns
+            )-{'scene'}
         except (*LOAD_ERRORS, StopIteration, IndexError) as e:
             raise UsageError(f'{name}: {_why_unreadable(e, path)}') from e
         for column in ignored:
             meant = nearest(column, FEATURES)
-            require(not meant,
-                f'{name}: column `{column}` is ignored: did you mean `{meant}`?')
+            require(
+                not meant,
+                f'{name}: column `{column}` is ignored: did you mean `{meant}`?'
+            )
         unread |= ignored
     if not unread: return 'all are read'
     return f"ignored: {', '.join(sorted(unread))}"
@@ -235,25 +257,31 @@ def _check_columns(train_cfg:TrainConfig)->str:
 def _check_template(tokenizer:Any)->str: # from `load_tokenizer`
     "Returns what ends an answer; raises when the chat template is unfit for training."
     _,end,_ = answer_frame(tokenizer)
-    require(tokenizer.eos_token in end,
+    require(
+        tokenizer.eos_token in end,
         f'lm_chat_template writes {end!r} behind an answer: '
-                                        f'let it write {tokenizer.eos_token}, the end of a turn')
+        f'let it write {tokenizer.eos_token}, the end of a turn'
+    )
     words = ('xzyvd','dvyzx','yvxdz')
     roles = ('user','assistant','user')
     chat = [dict(role=role, content=word) for role,word in zip(roles, words)]
-    _,before_answer,before_question,_ = re.split('|'.join(words),
-        render_chat(tokenizer, chat))
-    require(before_answer!=before_question,
+    _,before_answer,before_question,_ = re.split(
+        '|'.join(words), render_chat(tokenizer, chat)
+    )
+    require(
+        before_answer!=before_question,
         'lm_chat_template writes a user and an assistant alike: '
-                             'let it write message.role in front of each message')
+        'let it write message.role in front of each message'
+    )
     return f'an answer ends with {end!r}'
 
 # %% ../../nbs/72_tools.inspect.ipynb #0e2bd8d0
 def _check_packs(loader:PackLoader)->str: # from `open_data`
     "Returns how full the first packs are; raises when there is none."
     batches = list(islice(loader, 4))
-    require(batches,
-        f'no pack could be made: {loader.drops.blame or "there are no rows"}')
+    require(
+        batches, f'no pack could be made: {loader.drops.blame or "there are no rows"}'
+    )
     length = batches[0]['labels'].shape[1]
     samples = []
     used = 0
@@ -297,22 +325,34 @@ def data_findings(vlm_cfg:VLMConfig, train_cfg:TrainConfig, n:int=SAMPLES,
 # %% ../../nbs/72_tools.inspect.ipynb #bf2db93f
 def _checkpoint_before(run_dir:Path, update:int)->Path: # of a run; from 1
     "Returns the newest complete checkpoint of an earlier update, on the way to the current one."
-    earlier = [p for p in checkpoints(run_dir) if step_of(p)<update
-        and not missing_pieces(p)]
+    earlier = [
+        p for p in checkpoints(run_dir) if step_of(p)<update and not missing_pieces(p)
+    ]
     if earlier: return earlier[-1]
-    raise MissingFile(f'{run_dir} has no complete checkpoint before update {update}: '
-                      'it keeps max_keep_ckpts of them, choose a later update')
+    raise MissingFile(
+        f'{run_dir} has no complete checkpoint before update {update}: '
+        'it keeps max_keep_ckpts of them, choose a later update'
+    )
 
 # %% ../../nbs/72_tools.inspect.ipynb #c4f2f601
 def _alone(train_cfg:TrainConfig, lanes:int)->TrainConfig: # of any run; packs of its updates
     "Returns settings for the same updates in one process that reports nowhere."
-    return evolve(train_cfg, gradient_accumulation_steps=lanes//train_cfg.batch_size,
+    return evolve(
+        train_cfg,
+        gradient_accumulation_steps=lanes//train_cfg.batch_size,
         num_workers=0,
-        val_workers=0, resume=True, load_from=None, resume_from_vlm_checkpoint=False,
-        sharding='ddp', reduce_every_micro_batch=False, offload_params=False,
+        val_workers=0,
+        resume=True,
+        load_from=None,
+        resume_from_vlm_checkpoint=False,
+        sharding='ddp',
+        reduce_every_micro_batch=False,
+        offload_params=False,
         tracker='none',
-        progress_bar=False, async_save=False,
-        ask_samples=0)
+        progress_bar=False,
+        async_save=False,
+        ask_samples=0
+    )
 
 # %% ../../nbs/72_tools.inspect.ipynb #730eda6a
 LEARNED = 'lr_schedule','custom_transforms' # code that decides what is learned
@@ -324,8 +364,10 @@ def _settings_of(run_dir:Path, update:int, code:dict)->tuple[VLMConfig,TrainConf
     unused = {name:usual[0] for name,usual in TRUSTED.items() if name not in LEARNED}
     vlm_cfg,train_cfg = load_yaml(run_dir/CONFIG, given=unused|code)
     length = train_cfg.length.updates()
-    require(length is None or update<=length,
-        f'update {update} was never made: the run has {length}')
+    require(
+        length is None or update<=length,
+        f'update {update} was never made: the run has {length}'
+    )
     now = vlm_cfg.to_dict()|train_cfg.to_dict()
     changed = {}
     for checkpoint in checkpoints(run_dir):
@@ -348,8 +390,9 @@ def _trainer_before(run_dir:Path, number:int, code:dict={})->Iterator[tuple[Trai
     with tempfile.TemporaryDirectory() as tmp, RunLog(tmp, Dist(), quiet=True) as log:
         cfg = _alone(train_cfg, read_state(checkpoint)['data']['lanes'])
         parts = dict(loaders=loaders_of(cfg, run_dir))
-        trainer = build_trainer(vlm_cfg, cfg, log, Dist(device=pick_device()),
-            checkpoint, parts)
+        trainer = build_trainer(
+            vlm_cfg, cfg, log, Dist(device=pick_device()), checkpoint, parts
+        )
         resume(trainer, checkpoint)
         trainer.model.train()
         guard = find(trainer, Guard)
@@ -376,9 +419,16 @@ class _Verdict:
 
     def __str__(self):
         mark = '! ' if self.suspect else '  '
-        return aligned((mark+self.id, self.targets, f'{self.loss:.4f}',
-            f'{self.norm:.4f}',
-            f'{self.pull:.4f}'), _VERDICT)
+        return aligned(
+            (
+                mark+self.id,
+                self.targets,
+                f'{self.loss:.4f}',
+                f'{self.norm:.4f}',
+                f'{self.pull:.4f}'
+            ),
+            _VERDICT
+        )
 
 # %% ../../nbs/72_tools.inspect.ipynb #29c61229
 _FAR = 10 # times the median pull of an update's samples
@@ -399,8 +449,9 @@ def _judge_samples(trainer:Trainer, update:Update)->list[_Verdict]: # from `_tra
         for document in unpack(batch):
             alone = collate_packs([pack([vars(document)], len(document.input_ids), 0)])
             targets = document.n_targets
-            loss,norm = _loss_and_norm(trainer,
-                replace(update, targets=targets, micro_batches=[alone]))
+            loss,norm = _loss_and_norm(
+                trainer, replace(update, targets=targets, micro_batches=[alone])
+            )
             pull = norm*targets/max(update.targets, 1)
             verdicts.append(_Verdict(document.id, targets, loss, norm, pull))
             if math.isfinite(pull): pulls.append(pull)
@@ -422,9 +473,11 @@ def _replay_lines(update:Update, logged:dict|None, # made again; its line in the
         if logged['batch_digest']==update.digest:
             same = 'the same samples as in the log'
         then = f' (in the log {logged["batch_loss"]:.4f} and {logged["grad_norm"]:.4f})'
-    lines = [f'{update.samples} samples, {update.targets} target tokens, {same}',
+    lines = [
+        f'{update.samples} samples, {update.targets} target tokens, {same}',
         f'loss {loss:.4f}, gradient norm {norm:.4f}{then}',
-        aligned(('  sample', 'targets', 'loss', 'gradient', 'pull'), _VERDICT)]
+        aligned(('  sample', 'targets', 'loss', 'gradient', 'pull'), _VERDICT)
+    ]
     suspects = []
     for place,verdict in enumerate(verdicts):
         if verdict.suspect or place<worst:
@@ -440,8 +493,9 @@ def replay(run_dir:str|Path, number:int|None=None, # of the update; None: the la
     "Makes an update of a run again, and prints what each of its samples does alone."
     run_dir = Path(run_dir)
     skipped = read_bad_updates(run_dir)
-    require(number or skipped,
-        f'{run_dir} has skipped no update: say which one you mean')
+    require(
+        number or skipped, f'{run_dir} has skipped no update: say which one you mean'
+    )
     number = number or skipped[-1]['update']
     code = {name:value for name,value in code.items() if value is not None}
     with _trainer_before(run_dir, number, code) as (trainer,update):

@@ -64,8 +64,9 @@ class _Allocations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        copied = func is torch.ops.aten._to_copy.default and isinstance(args[0],
-            nn.Parameter)
+        copied = func is torch.ops.aten._to_copy.default and isinstance(
+            args[0], nn.Parameter
+        )
         for x in tree_leaves(out):
             if isinstance(x, Tensor) and x.is_meta:
                 self.hold(x, 'copies' if copied else self.part)
@@ -87,16 +88,34 @@ def _fused_attention(q:Tensor, k:Tensor, v:Tensor, attn_mask:Tensor|None=None, #
     else:
         bias = q.new_zeros(attn_mask.shape).masked_fill_(~attn_mask, -torch.inf)
     bias = bias.expand(*q.shape[:3], k.shape[2])
-    return aten._scaled_dot_product_efficient_attention(q, k, v, bias, True,
-        dropout_p, is_causal)[0]
+    return aten._scaled_dot_product_efficient_attention(
+        q, k, v, bias, True, dropout_p, is_causal
+    )[0]
 
 # %% ../../nbs/73_tools.plan.ipynb #63aa0025
-LOWER = {F.linear, F.conv2d, torch.conv2d, torch.matmul, Tensor.matmul,
-    Tensor.__matmul__, torch.mm,
-    torch.bmm, torch.addmm, F.scaled_dot_product_attention} # computed in 16 bits
-UPPER = {F.layer_norm, torch.layer_norm, F.cross_entropy, F.softmax,
-    Tensor.softmax, torch.rsqrt, Tensor.sum,
-    torch.sum, Tensor.exp} # computed in float32
+LOWER = {
+    F.linear,
+    F.conv2d,
+    torch.conv2d,
+    torch.matmul,
+    Tensor.matmul,
+    Tensor.__matmul__,
+    torch.mm,
+    torch.bmm,
+    torch.addmm,
+    F.scaled_dot_product_attention
+} # computed in 16 bits
+UPPER = {
+    F.layer_norm,
+    torch.layer_norm,
+    F.cross_entropy,
+    F.softmax,
+    Tensor.softmax,
+    torch.rsqrt,
+    Tensor.sum,
+    torch.sum,
+    Tensor.exp
+} # computed in float32
 
 # %% ../../nbs/73_tools.plan.ipynb #63aa002a
 class LikeCuda(TorchFunctionMode):
@@ -153,8 +172,11 @@ def like_cuda(net:nn.Module, dtype:torch.dtype=torch.bfloat16)->nn.Module: # of 
 def _most_tiles(vlm_cfg:VLMConfig, train_cfg:TrainConfig)->int:
     "Returns how many tiles a pack can hold: by its tokens, its images, and its limit of tiles."
     by_images = train_cfg.max_images_per_knapsack*vlm_cfg.most_tiles
-    return min(vlm_cfg.lm_max_length//(vlm_cfg.mp_image_token_length+1), by_images,
-               train_cfg.max_tiles_per_knapsack or by_images)
+    return min(
+        vlm_cfg.lm_max_length//(vlm_cfg.mp_image_token_length+1),
+        by_images,
+        train_cfg.max_tiles_per_knapsack or by_images
+    )
 
 # %% ../../nbs/73_tools.plan.ipynb #63aa0034
 def example_batch(vlm_cfg:VLMConfig, rows:int=1, documents:int=4, # packs; samples of a pack, equally long
@@ -189,8 +211,9 @@ def example_batch(vlm_cfg:VLMConfig, rows:int=1, documents:int=4, # packs; sampl
 def fullest_batch(vlm_cfg:VLMConfig, train_cfg:TrainConfig)->Batch: # a micro-batch
     "Returns packs full of tiles in which every position is a target, so that the head works most too."
     tiles = _most_tiles(vlm_cfg, train_cfg)
-    return example_batch(vlm_cfg, train_cfg.batch_size, 1, tiles,
-        vlm_cfg.lm_max_length-1, full=1)
+    return example_batch(
+        vlm_cfg, train_cfg.batch_size, 1, tiles, vlm_cfg.lm_max_length-1, full=1
+    )
 
 # %% ../../nbs/73_tools.plan.ipynb #63aa0041
 META = torch.device('meta')
@@ -199,8 +222,9 @@ def meta_net(vlm_cfg:VLMConfig, train_cfg:TrainConfig)->VLMNet: # with gradients
     "Returns the network of a run on the meta device, in training mode, as it is on a GPU."
     with META: net = VLMNet(vlm_cfg)
     if train_cfg.lora_rank:
-        add_adapters(net, train_cfg.lora_rank, train_cfg.lora_alpha,
-            train_cfg.lora_targets)
+        add_adapters(
+            net, train_cfg.lora_rank, train_cfg.lora_alpha, train_cfg.lora_targets
+        )
         lower_base(net, getattr(torch, train_cfg.dtype, torch.bfloat16))
     training_groups(net, train_cfg)
     net.vision_encoder.recompute = train_cfg.vision_checkpointing
@@ -218,8 +242,9 @@ def meta_net(vlm_cfg:VLMConfig, train_cfg:TrainConfig)->VLMNet: # with gradients
 def _mark_parts(net:nn.Module, tracker:_Allocations)->None:
     "Tells a tracker which component of a network allocates."
     for name,part in net.named_children():
-        part.register_forward_pre_hook(lambda *_, name=name: setattr(tracker, 'part',
-            name))
+        part.register_forward_pre_hook(
+            lambda *_, name=name: setattr(tracker, 'part', name)
+        )
         part.register_forward_hook(lambda *_: setattr(tracker, 'part', 'rest'))
 
 # %% ../../nbs/73_tools.plan.ipynb #7be00662
@@ -241,8 +266,10 @@ def peak_memory(vlm_cfg:VLMConfig, train_cfg:TrainConfig, batch:Batch|None=None)
     if cfg.use_moe: # as if the experts that a token visits were one
         visited = cfg.moe_top_k+cfg.moe_shared_experts
         cfg = evolve(cfg, use_moe=False, lm_inter_dim=cfg.lm_inter_dim*visited)
-        targets = ['decoder.*.mlp' if _OF_MOE&{*name.split('.')} else name
-            for name in train_cfg.lora_targets]
+        targets = [
+            'decoder.*.mlp' if _OF_MOE&{*name.split('.')} else name
+            for name in train_cfg.lora_targets
+        ]
         train_cfg = evolve(train_cfg, lora_targets=targets)
     if batch is None: batch = fullest_batch(cfg, train_cfg)
     choose_backend(cfg.attn_backend, True, 'meta', dtype) # tries it, once
@@ -263,12 +290,20 @@ def _bookkeeping(samples:int, batch_size:int, gpus:int=1, accumulation:int=1,
     """Returns how a data set, the batch of a device, devices and accumulation add up. Iterations of an epoch
     are whole ones: what is left over waits for the next."""
     per_epoch = samples//(batch_size*gpus)
-    require(per_epoch>=1,
+    require(
+        per_epoch>=1,
         f"{samples} samples do not fill one batch of {batch_size} on {gpus} GPUs: "
-        "lower batch_size")
-    return dict(batch_size=batch_size, gpus=gpus, accumulation=accumulation,
-        effective_batch=batch_size*gpus*accumulation, iterations_per_epoch=per_epoch,
-        total_iterations=per_epoch*epochs, updates=per_epoch*epochs//accumulation)
+        "lower batch_size"
+    )
+    return dict(
+        batch_size=batch_size,
+        gpus=gpus,
+        accumulation=accumulation,
+        effective_batch=batch_size*gpus*accumulation,
+        iterations_per_epoch=per_epoch,
+        total_iterations=per_epoch*epochs,
+        updates=per_epoch*epochs//accumulation
+    )
 
 # %% ../../nbs/73_tools.plan.ipynb #ad1437cd
 class _Size(NamedTuple):
@@ -281,10 +316,16 @@ class _Size(NamedTuple):
 
 # %% ../../nbs/73_tools.plan.ipynb #1c02352f
 # where a GPU that shares nothing needs the same memory
-_ALONE:dict = dict(sharding='ddp', reduce_every_micro_batch=False,
+_ALONE:dict = dict(
+    sharding='ddp',
+    reduce_every_micro_batch=False,
     offload_optimizer=False,
-    offload_params=False, gradient_accumulation_steps=1, max_training_steps=1,
-    max_training_samples=None, num_workers=1)
+    offload_params=False,
+    gradient_accumulation_steps=1,
+    max_training_steps=1,
+    max_training_samples=None,
+    num_workers=1
+)
 _KNOWN:dict[tuple,Any] = {}
 
 def _alone(measure, vlm_cfg, train_cfg):
@@ -366,8 +407,13 @@ def memory(vlm_cfg:VLMConfig, train_cfg:TrainConfig, gpus:int=1)->Memory: # rank
         copies = (4 if train_cfg.dtype=='float32' else 2)*gathered+4*rest
     weights = 0 if away else stored/share
     moments = 0 if away or train_cfg.offload_optimizer else trained*per['moments']
-    return Memory(weights, copies, gradients, moments,
-        *(peak[part] for part in Memory._fields[4:]))
+    return Memory(
+        weights,
+        copies,
+        gradients,
+        moments,
+        *(peak[part] for part in Memory._fields[4:])
+    )
 
 # %% ../../nbs/73_tools.plan.ipynb #86a35b03
 USABLE = .9 # share of a GPU's memory that a plan may fill
@@ -402,28 +448,41 @@ class PackEstimate(NamedTuple):
 # %% ../../nbs/73_tools.plan.ipynb #19f32551
 def typical_pack(vlm_cfg:VLMConfig, train_cfg:TrainConfig)->PackEstimate: # length and limits of a pack
     "Returns an assumption, where nothing was measured."
-    return PackEstimate(_most_tiles(vlm_cfg, train_cfg)/2, vlm_cfg.lm_max_length/4,
-        8, vlm_cfg.lm_max_length)
+    return PackEstimate(
+        _most_tiles(vlm_cfg, train_cfg)/2,
+        vlm_cfg.lm_max_length/4,
+        8,
+        vlm_cfg.lm_max_length
+    )
 
 # %% ../../nbs/73_tools.plan.ipynb #aa1c9d2d
 def update_flops(vlm_cfg:VLMConfig, train_cfg:TrainConfig,
     pack:PackEstimate)->dict[str,float]:
     "Returns the FLOPs of one GPU in an update of average packs: `useful`, and `all` that it executes."
     packs = effective_batch_size(train_cfg)
-    trained = {name:size.trained for name,size in sizes(vlm_cfg, train_cfg).items()
-        if size.trained}
+    trained = {
+        name:size.trained
+        for name,size in sizes(vlm_cfg, train_cfg).items()
+        if size.trained
+    }
     tiles = pack.tiles*packs
     documents = max(round(pack.documents), 1)*packs
     lengths = [pack.tokens*packs/documents]*documents
-    parts = step_flops(vlm_cfg, tiles, lengths, pack.targets*packs,
-        max(packs*vlm_cfg.lm_max_length, sum(lengths)), set(trained),
+    parts = step_flops(
+        vlm_cfg,
+        tiles,
+        lengths,
+        pack.targets*packs,
+        max(packs*vlm_cfg.lm_max_length, sum(lengths)),
+        set(trained),
         16*tiles*vlm_cfg.tiles_per_window**2,
         16*tiles*min(pack.tiles, vlm_cfg.most_tiles),
         adapters=trained if train_cfg.lora_rank else None,
         cache_features=train_cfg.cache_features,
         last_blocks=train_cfg.language_last_blocks if 'decoder' in trained else None,
         vision_checkpointing=train_cfg.vision_checkpointing,
-        language_checkpointing=train_cfg.language_checkpointing)
+        language_checkpointing=train_cfg.language_checkpointing
+    )
     return dict(useful=useful_flops(parts), all=all_flops(parts))
 
 # %% ../../nbs/73_tools.plan.ipynb #c0de0002
@@ -452,27 +511,40 @@ def _sent(vlm_cfg, train_cfg, gpus):
         rest += size.total-size.blocks
         trained += size.trained
     width = 4 if train_cfg.dtype=='float32' else 2
-    sent = bytes_sent(train_cfg.sharding, gpus, width,
+    sent = bytes_sent(
+        train_cfg.sharding,
+        gpus,
+        width,
         train_cfg.gradient_accumulation_steps,
-        train_cfg.reduce_every_micro_batch)
+        train_cfg.reduce_every_micro_batch
+    )
     rest_in_units = rest*4/width
     if train_cfg.sharding=='zero3': rest_in_units /= 2
     return (blocks+rest_in_units)*sent['weights']+trained*sent['gradients']
 
 _EACH = dict(reduce_every_micro_batch=True)
 # columns of the table
-_WAYS:dict[str,dict] = {'ddp':{}, 'zero2':dict(sharding='zero2'),
+_WAYS:dict[str,dict] = {
+    'ddp':{},
+    'zero2':dict(sharding='zero2'),
     'zero2 each':dict(sharding='zero2')|_EACH,
-    'zero3':dict(sharding='zero3'), 'zero3 each':dict(sharding='zero3')|_EACH,
-    'offloaded':dict(sharding='zero3', offload_optimizer=True, offload_params=True)}
+    'zero3':dict(sharding='zero3'),
+    'zero3 each':dict(sharding='zero3')|_EACH,
+    'offloaded':dict(sharding='zero3', offload_optimizer=True, offload_params=True)
+}
 
 def _memory_table(vlm_cfg:VLMConfig, train_cfg:TrainConfig,
     gpus:int)->dict[str,dict[str,float]]:
     """Returns memory for each way to share it: column -> part -> bytes, with `together` and `recomputed`,
     and what a GPU sends to others in an update, `sent`."""
-    base = evolve(train_cfg, sharding='ddp', reduce_every_micro_batch=False,
+    base = evolve(
+        train_cfg,
+        sharding='ddp',
+        reduce_every_micro_batch=False,
         eval_backend='auto',
-        offload_optimizer=False, offload_params=False)
+        offload_optimizer=False,
+        offload_params=False
+    )
     recompute = evolve(base, vision_checkpointing=True, language_checkpointing=True)
     ways = {'ddp' if gpus>1 else 'one GPU':{}, 'offloaded':dict(offload_optimizer=True)}
     if gpus>1 and not train_cfg.cache_features: ways = _WAYS
@@ -502,8 +574,13 @@ def _on_device(name:str, flops:float, updates:int, needed:float,
         if needed<=room: break
         remedies.append(dict(changes=remedy.changes, price=remedy.price, gib=left/GB))
         needed = left
-    return dict(seconds=seconds, hours=seconds*updates/3600, memory=gpu.memory,
-        fits=fits, remedies=remedies)
+    return dict(
+        seconds=seconds,
+        hours=seconds*updates/3600,
+        memory=gpu.memory,
+        fits=fits,
+        remedies=remedies
+    )
 
 # %% ../../nbs/73_tools.plan.ipynb #92531778
 def _epochs(cfg, gpus, pack, packs, samples, epochs):
@@ -514,15 +591,24 @@ def _epochs(cfg, gpus, pack, packs, samples, epochs):
     passes = epochs or cfg.max_epochs or 1
     least = cfg.batch_size*gpus # an estimate refuses nothing
     rows = max(round(samples/pack.documents), least)
-    books = _bookkeeping(rows, cfg.batch_size, gpus,
-        cfg.gradient_accumulation_steps, passes)
-    return books|dict(samples=samples, at_most=at_most, epochs=passes,
-        passes=packs*pack.documents*cfg.max_training_steps/samples)
+    books = _bookkeeping(
+        rows, cfg.batch_size, gpus, cfg.gradient_accumulation_steps, passes
+    )
+    return books|dict(
+        samples=samples,
+        at_most=at_most,
+        epochs=passes,
+        passes=packs*pack.documents*cfg.max_training_steps/samples
+    )
 
 # %% ../../nbs/73_tools.plan.ipynb #9a651531
-_SAVES_MEMORY = ('reduce_every_micro_batch','offload_optimizer',
-    'offload_params','vision_checkpointing',
-    'language_checkpointing')
+_SAVES_MEMORY = (
+    'reduce_every_micro_batch',
+    'offload_optimizer',
+    'offload_params',
+    'vision_checkpointing',
+    'language_checkpointing'
+)
 
 # %% ../../nbs/73_tools.plan.ipynb #3e3d84c0
 def make_plan(vlm_cfg:VLMConfig, train_cfg:TrainConfig, gpus:int=1,
@@ -547,27 +633,46 @@ def make_plan(vlm_cfg:VLMConfig, train_cfg:TrainConfig, gpus:int=1,
     steps = _until_it_fits(vlm_cfg, cfg, gpus, smallest)
     on_devices = {}
     for name in devices:
-        on_devices[name] = _on_device(name, work['all']/mfu, cfg.max_training_steps,
-            needed, steps)
-    return dict(gpus=gpus, mfu=mfu, updates=cfg.max_training_steps,
-        in_samples=train_cfg.max_training_samples, pack=pack._asdict(),
-        most_tiles=_most_tiles(vlm_cfg, cfg), pack_length=vlm_cfg.lm_max_length,
-        parameters=parameters, memory=_memory_table(vlm_cfg, cfg, gpus),
+        on_devices[name] = _on_device(
+            name, work['all']/mfu, cfg.max_training_steps, needed, steps
+        )
+    return dict(
+        gpus=gpus,
+        mfu=mfu,
+        updates=cfg.max_training_steps,
+        in_samples=train_cfg.max_training_samples,
+        pack=pack._asdict(),
+        most_tiles=_most_tiles(vlm_cfg, cfg),
+        pack_length=vlm_cfg.lm_max_length,
+        parameters=parameters,
+        memory=_memory_table(vlm_cfg, cfg, gpus),
         needed=needed/GB,
         setting=', '.join(setting),
         work=work|dict(packs=packs, tokens=packs*pack.tokens),
-        devices=on_devices, batch=dict(batch_size=cfg.batch_size, gpus=gpus,
-            accumulation=cfg.gradient_accumulation_steps, splits=splits(packs, gpus)),
-        disk=dict(checkpoint=checkpoint_bytes(vlm_cfg, cfg),
-            kept=_checkpoints_kept(cfg)),
+        devices=on_devices,
+        batch=dict(
+            batch_size=cfg.batch_size,
+            gpus=gpus,
+            accumulation=cfg.gradient_accumulation_steps,
+            splits=splits(packs, gpus)
+        ),
+        disk=dict(
+            checkpoint=checkpoint_bytes(vlm_cfg, cfg), kept=_checkpoints_kept(cfg)
+        ),
         epochs=_epochs(cfg, gpus, pack, packs, samples, epochs),
-        notes=lint(cfg, ranks=gpus, epochs=epochs))
+        notes=lint(cfg, ranks=gpus, epochs=epochs)
+    )
 
 # %% ../../nbs/73_tools.plan.ipynb #49ac6fa1
-_NAMES = dict(vision_encoder='vision tower', MP='projector', decoder='language model',
-    copies='16-bit and gathered copies', rest='loss, backward pass',
+_NAMES = dict(
+    vision_encoder='vision tower',
+    MP='projector',
+    decoder='language model',
+    copies='16-bit and gathered copies',
+    rest='loss, backward pass',
     recomputed='all recomputed',
-    sent='sent per update')
+    sent='sent per update'
+)
 
 def _row(name, *cells):
     "A line of a table: a name, and numbers that are aligned to the right."
@@ -579,8 +684,10 @@ def _parameters_text(plan):
     short = {'M':1e6, 'k':1e3}
     total = with_unit(sum(part['total'] for part in parts.values()), short)
     trained = with_unit(sum(part['trained'] for part in parts.values()), short)
-    each = ', '.join(f"{_NAMES[name]} {with_unit(part['total'], short)}"
-        for name,part in parts.items())
+    each = ', '.join(
+        f"{_NAMES[name]} {with_unit(part['total'], short)}"
+        for name,part in parts.items()
+    )
     return [f'Parameters: {each}; {total} together, {trained} train']
 
 # %% ../../nbs/73_tools.plan.ipynb #91b19973
@@ -602,12 +709,14 @@ def _device_text(name, device):
     run = with_unit(3600*device['hours'], {'h':3600, 'min':60, 's':1, 'ms':.001})
     memory = device['memory']
     enough = device['fits']
-    lines = [_row(name, update, run, f'{memory:g} GiB',
-        'fits' if enough else 'too small')]
+    lines = [
+        _row(name, update, run, f'{memory:g} GiB', 'fits' if enough else 'too small')
+    ]
     order = 'first'
     for remedy in device['remedies']:
-        changes = ', '.join(f'{field} {value}'
-            for field,value in remedy['changes'].items())
+        changes = ', '.join(
+            f'{field} {value}' for field,value in remedy['changes'].items()
+        )
         needed = with_unit(remedy['gib']*GB, BYTES)
         lines.append(f"      {order:<5} {changes}: {needed} ({remedy['price']})")
         order = 'then'
@@ -625,8 +734,9 @@ def _work_text(plan):
     if plan['in_samples'] is not None:
         length = f"{plan['in_samples']} samples, about {length}"
     tokens = with_unit(work['tokens']*plan['updates'], COUNTS, 2)
-    others = ', '.join(f'{size} x {gpus} x {steps}'
-        for size,steps,gpus in batch['splits'])
+    others = ', '.join(
+        f'{size} x {gpus} x {steps}' for size,steps,gpus in batch['splits']
+    )
     return [f"Update: {batch['batch_size']} x {batch['gpus']} x {batch['accumulation']} = {work['packs']} "
             f"packs (batch_size x GPUs x accumulation; the same: {others})",
         f"  an average pack has {pack['tokens']:.0f} tokens, {pack['tiles']:.1f} tiles, "
@@ -658,8 +768,15 @@ def _plan_text(plan:dict)->str: # from `make_plan`; lines for a terminal
     size = plan['disk']['checkpoint']
     noun = 'checkpoints' if kept>1 else 'checkpoint'
     disk = f"Disk: {kept} {noun} at most, each of {with_unit(size, STORED)}: {with_unit(kept*size, STORED)}"
-    devices = [_row(f"Time at {plan['mfu']:.0%} of the peak", 'an update', 'the run',
-        'memory', '')]
+    devices = [
+        _row(
+            f"Time at {plan['mfu']:.0%} of the peak",
+            'an update',
+            'the run',
+            'memory',
+            ''
+        )
+    ]
     for name,device in plan['devices'].items():
         devices += _device_text(name, device)
     start = _parameters_text(plan)

@@ -94,8 +94,11 @@ def _last_figures(log:Path)->tuple[dict,float|None]: # may not be there
         with suppress(ValueError, LookupError, TypeError, RecursionError):
             record = json.loads(line)
             if type(record['step']) is int: records.append(record)
-    losses = [record['val_loss'] for record in records
-        if isinstance(record.get('val_loss'), float)]
+    losses = [
+        record['val_loss']
+        for record in records
+        if isinstance(record.get('val_loss'), float)
+    ]
     last = next((record for record in records[1::-1] if 'batch_loss' in record), {})
     return last,min(losses, default=None)
 
@@ -110,9 +113,17 @@ def list_runs(folder:str|Path, now:float|None=None)->list[str]: # seconds since 
         size = sum(file_sizes(run_dir).values())/1e6
         age = _since((now or time.time())-last_written(run_dir))
         state = _state_of(run_dir).partition(' (')[0].partition(', ')[0]
-        rows.append((run_dir.name, state, str(update.get('step', 0)),
-            number(update.get('batch_loss')), number(best),
-            f'{size:,.0f} MB', f'{age} ago'))
+        rows.append(
+            (
+                run_dir.name,
+                state,
+                str(update.get('step', 0)),
+                number(update.get('batch_loss')),
+                number(best),
+                f'{size:,.0f} MB',
+                f'{age} ago'
+            )
+        )
     widths = [-2-max(map(len, column)) for column in zip(*rows)]
     return [aligned(row, widths).rstrip() for row in rows]
 
@@ -145,8 +156,10 @@ def _delete(run_dir:Path, days:float|None, and_abandoned:bool)->Iterator[str]: #
     "Deletes what is asked for; yields a line for each directory, also for those that no run has made."
     if days is None and not and_abandoned: return
     is_run = any((run_dir/name).is_file() for name in (CONFIG,LOG)) or left_behind(run_dir, None)
-    require(is_run,
-        f'{run_dir} is no run, nothing in it is deleted: give the directory of a run')
+    require(
+        is_run,
+        f'{run_dir} is no run, nothing in it is deleted: give the directory of a run'
+    )
     deleted = []
     remaining = []
     if days is not None:

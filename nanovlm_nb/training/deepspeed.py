@@ -41,8 +41,10 @@ def _take(flat:dict, key:str, values:dict|None=None)->Any: # what its values mea
     "Removes an entry and returns what it means; a UsageError if `values` does not have it."
     value = flat.pop(key, None)
     if value is None or values is None: return value
-    require(value in [*values],
-        f'{key} is {value!r}: give one of {", ".join(map(str, values))}')
+    require(
+        value in [*values],
+        f'{key} is {value!r}: give one of {", ".join(map(str, values))}'
+    )
     return values[value]
 
 # %% ../../nbs/46_training.deepspeed.ipynb #e63f88b5
@@ -52,8 +54,10 @@ def batch_sizes(flat:dict, train_cfg:TrainConfig, world_size:int)->dict: # see `
     "Returns packs of a micro-batch and micro-batches of an update: field -> value and entry."
     entries = [_take(flat, name) for name in BATCH]
     for name,value in zip(BATCH, entries):
-        require(value is None or type(value) is int and value>0,
-            f'{name} is {value!r}: give a whole number above 0, or auto')
+        require(
+            value is None or type(value) is int and value>0,
+            f'{name} is {value!r}: give a whole number above 0, or auto'
+        )
     total,micro,steps = entries
     if micro is None:
         micro = total//(steps*world_size) if total and steps else train_cfg.batch_size
@@ -63,8 +67,9 @@ def batch_sizes(flat:dict, train_cfg:TrainConfig, world_size:int)->dict: # see `
         f'train_batch_size {total} is not {micro} (train_micro_batch_size_per_gpu) x {steps} '
         f'(gradient_accumulation_steps) x {world_size} (ranks) = {micro*steps*world_size}: '
         'change one of the four, or give auto for one of the first three')
-    return dict(batch_size=(micro, BATCH[1]),
-        gradient_accumulation_steps=(steps, BATCH[2]))
+    return dict(
+        batch_size=(micro, BATCH[1]), gradient_accumulation_steps=(steps, BATCH[2])
+    )
 
 # %% ../../nbs/46_training.deepspeed.ipynb #e5671857
 HALF = dict(bfloat16='bf16.enabled', float16='fp16.enabled')
@@ -72,8 +77,9 @@ HALF = dict(bfloat16='bf16.enabled', float16='fp16.enabled')
 def precision(flat:dict)->dict: # from `flatten`; field -> value and entry
     "Returns `dtype`, if the file says something about it."
     on = {kind:_take(flat, key, SWITCH) for kind,key in HALF.items()}
-    require(not all(on.values()),
-        'bf16.enabled and fp16.enabled are both true: choose one')
+    require(
+        not all(on.values()), 'bf16.enabled and fp16.enabled are both true: choose one'
+    )
     if {*on.values()}=={None}: return {}
     for kind,key in HALF.items():
         if on[kind]: return dict(dtype=(kind, key))
@@ -94,18 +100,27 @@ def optimizer(flat:dict, train_cfg:TrainConfig)->dict: # see `flatten`; field ->
     return {} if lr is None else dict.fromkeys(train, (lr, PARAMS+'lr'))
 
 # %% ../../nbs/46_training.deepspeed.ipynb #3f3f1d8b
-ALWAYS = {f'zero_optimization.{n}'
-    for n in ('allgather_partitions','overlap_comm','reduce_scatter',
-    'contiguous_gradients')}
+ALWAYS = {
+    f'zero_optimization.{n}'
+    for n in (
+        'allgather_partitions',
+        'overlap_comm',
+        'reduce_scatter',
+        'contiguous_gradients'
+    )
+}
 
 def _leftovers(flat:dict)->list[str]: # what no translation has used
     "Returns lines for the log about what has no equivalent."
     always = [k for k in flat if k in ALWAYS]
     unused = (False,'auto',None)
-    kinds = {'with zero2 and zero3 always so, nothing to set':always,
+    kinds = {
+        'with zero2 and zero3 always so, nothing to set':always,
         'cannot be switched off':[key for key in always if flat[key] is False],
-        'no equivalent, left out':[key for key in flat if key not in ALWAYS
-            and flat[key] not in unused]}
+        'no equivalent, left out':[
+            key for key in flat if key not in ALWAYS and flat[key] not in unused
+        ]
+    }
     return [f"{what}: {', '.join(keys)}" for what,keys in kinds.items() if keys]
 
 # %% ../../nbs/46_training.deepspeed.ipynb #12682eb8

@@ -56,13 +56,16 @@ def add_adapters(
     targets:Sequence[str]=('decoder',), base:dict[str,str]|None=None, # `path` and `sha256` of the model
 )->list[str]: # names of the layers
     "Puts an adapter beside every layer that targets name, see `_lora_layers`."
-    require(find_spec('peft'),
-        'adapters need the package peft: pip install nanovlm_nb[lora]')
+    require(
+        find_spec('peft'),
+        'adapters need the package peft: pip install nanovlm_nb[lora]'
+    )
     from peft import LoraConfig,inject_adapter_in_model
     if alpha is None: alpha = 2.*rank
     names = _lora_layers(model, targets)
-    how:dict[str,Any] = dict(r=rank, lora_alpha=alpha,
-        target_modules='|'.join(map(re.escape, names)))
+    how:dict[str,Any] = dict(
+        r=rank, lora_alpha=alpha, target_modules='|'.join(map(re.escape, names))
+    )
     inject_adapter_in_model(LoraConfig(**how), model)
     model.lora_note = dict(rank=rank, alpha=alpha, targets=[*targets], base=base,
         new_parts=[*getattr(model, 'new_parts', ())], # train completely, and are saved with the adapters
@@ -89,14 +92,17 @@ def adapt(model:nn.Module, train_cfg:TrainConfig, weights:str|None, # None: they
     if weights is not None:
         path = str(Path(weights).resolve()) if Path(weights).is_dir() else weights
         base = dict(path=path, sha256=base_digest(resolve_checkpoint(weights)))
-    names = add_adapters(model, train_cfg.lora_rank, train_cfg.lora_alpha,
-        train_cfg.lora_targets, base)
+    names = add_adapters(
+        model, train_cfg.lora_rank, train_cfg.lora_alpha, train_cfg.lora_targets, base
+    )
     if getattr(model, 'unread', None):
         model.unread = beside_adapters(model.unread, names)
     seen = [name for name in names if name.startswith('vision_encoder')]
-    require(not train_cfg.cache_features or not seen,
+    require(
+        not train_cfg.cache_features or not seen,
         f'cache_features and an adapter on {"".join(seen[:1])}: its features change '
-        'with every update, leave cache_features out or the tower out of lora_targets')
+        'with every update, leave cache_features out or the tower out of lora_targets'
+    )
     lower_base(model, amp_dtype(device, train_cfg.dtype))
 
 # %% ../../nbs/51_training.lora.ipynb #10ad4821
@@ -107,9 +113,11 @@ def keep_base(run_dir:Path, base:dict[str,str])->dict[str,str]: # see `adapt`; t
     if not made.is_dir() or made==kept.resolve():
         return base # of the hub, or kept already
     if kept.exists():
-        require(kept.is_dir() and base_digest(kept)==base['sha256'],
+        require(
+            kept.is_dir() and base_digest(kept)==base['sha256'],
             f'{kept} is not the model {made} on which the adapters stand: '
-            'move it elsewhere, or give another run_name')
+            'move it elsewhere, or give another run_name'
+        )
     else:
         tmp = kept.with_name(kept.name+TMP)
         remove(tmp)
@@ -179,9 +187,13 @@ def save_peft(model:VisionLanguageModel, folder:str|Path)->None: # with adapters
             tensors[b] = part
     ends = [name.split('.', 2)[2] for name in tensors if 'lora_A' in name]
     layers = sorted(end.removesuffix('.lora_A.weight') for end in ends)
-    config = LoraConfig(r=note['rank'], lora_alpha=note['alpha'], target_modules=layers,
+    config = LoraConfig(
+        r=note['rank'],
+        lora_alpha=note['alpha'],
+        target_modules=layers,
         inference_mode=True,
-        base_model_name_or_path=(note['base'] or {}).get('path'))
+        base_model_name_or_path=(note['base'] or {}).get('path')
+    )
     with written_at_once(folder) as tmp:
         config.save_pretrained(str(tmp))
         # one for each of a fused matrix
@@ -213,31 +225,45 @@ READ = {*'''r lora_alpha use_rslora target_modules exclude_modules layers_to_tra
 
 def _plain_lora(folder):
     "The configuration of peft's adapters; a UsageError if they are more than a difference of low rank."
-    require(find_spec('peft'),
-        'adapters need the package peft: pip install nanovlm_nb[lora]')
+    require(
+        find_spec('peft'),
+        'adapters need the package peft: pip install nanovlm_nb[lora]'
+    )
     from peft import LoraConfig,PeftConfig
     config = PeftConfig.from_pretrained(str(folder))
     usual = LoraConfig().to_dict()
-    require(isinstance(config, LoraConfig),
-        f'{folder} has adapters of kind {config.peft_type}: only LORA is read here')
+    require(
+        isinstance(config, LoraConfig),
+        f'{folder} has adapters of kind {config.peft_type}: only LORA is read here'
+    )
     begun = True,False,'gaussian','orthogonal' # ways to begin that leave the base alone
     values = config.to_dict()
     if values['init_lora_weights'] in begun:
         del values['init_lora_weights']
-    odd = [f'{name} {value!r}' for name,value in values.items()
-        if name not in READ and (value or usual.get(name))!=usual.get(name)]
-    require(not odd, f'{folder} has {"".join(odd[:1])}, which is not read here: '
-        'merge it with peft (merge_and_unload), and take that model')
-    require(config.base_model_name_or_path, f'{folder} does not say what its base is: '
-        'write it into adapter_config.json, base_model_name_or_path')
+    odd = [
+        f'{name} {value!r}'
+        for name,value in values.items()
+        if name not in READ and (value or usual.get(name))!=usual.get(name)
+    ]
+    require(
+        not odd,
+        f'{folder} has {"".join(odd[:1])}, which is not read here: '
+        'merge it with peft (merge_and_unload), and take that model'
+    )
+    require(
+        config.base_model_name_or_path,
+        f'{folder} does not say what its base is: '
+        'write it into adapter_config.json, base_model_name_or_path'
+    )
     return config
 
 # %% ../../nbs/51_training.lora.ipynb #10ad4823
 def _merge_peft(state, theirs, scale, cfg):
     "Adds peft's adapters to the matrices that they stand beside, and takes them out of `theirs`."
     for name in [k for k,w in state.items() if k.endswith('.weight') and w.ndim==2]:
-        pairs = [(theirs.pop(a, None), theirs.pop(b, None))
-            for a,b in _pairs(name, cfg)]
+        pairs = [
+            (theirs.pop(a, None), theirs.pop(b, None)) for a,b in _pairs(name, cfg)
+        ]
         if all(b is None for _,b in pairs): continue
         parts = []
         for part,(a,b) in zip(state[name].float().chunk(len(pairs)), pairs):
@@ -258,7 +284,9 @@ def read_peft(folder:str|Path)->VisionLanguageModel: # of peft; merged, in eval 
     rank = config.r
     if config.use_rslora: rank = math.sqrt(rank)
     _merge_peft(state, theirs, config.lora_alpha/rank, cfg)
-    require(not theirs,
+    require(
+        not theirs,
         f'{folder} has {next(iter(theirs), "")}, for which this model has no place: '
-        'was it made for the export of another one?')
+        'was it made for the export of another one?'
+    )
     return _filled(VisionLanguageModel(cfg, load_backbone=False), state, folder, base)

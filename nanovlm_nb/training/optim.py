@@ -37,9 +37,11 @@ def training_groups(model:nn.Module, train_cfg:TrainConfig)->list[dict]: # with 
     last:set[Tensor]|None = None
     if last_blocks:
         blocks = model.decoder.blocks
-        require(last_blocks<=len(blocks),
+        require(
+            last_blocks<=len(blocks),
             f'language_last_blocks is {last_blocks}, but the language model '
-            f'has {len(blocks)} blocks: give fewer, or None to train all of it')
+            f'has {len(blocks)} blocks: give fewer, or None to train all of it'
+        )
         last = set().union(*(block.parameters() for block in blocks[-last_blocks:]))
     groups:dict[str,dict] = {}
     for name,lr in lrs.items():
@@ -47,8 +49,9 @@ def training_groups(model:nn.Module, train_cfg:TrainConfig)->list[dict]: # with 
             groups[name] = dict(name=name, params=[], lr=lr, max_lr=lr)
     for name,p in model.named_parameters():
         part = 'lora' if is_adapter(name) else name.partition('.')[0]
-        p.requires_grad_(part in groups
-            and (last is None or part!='decoder' or p in last))
+        p.requires_grad_(
+            part in groups and (last is None or part!='decoder' or p in last)
+        )
         if p.requires_grad: groups[part]['params'].append(p)
     model.train()
     return [*groups.values()]
@@ -59,8 +62,11 @@ def adapter_sizes(model:nn.Module)->dict[str,int]: # components without adapters
     sizes_of = {}
     for part in COMPONENTS:
         if not hasattr(model, part): continue
-        sizes = [p.numel() for name,p in getattr(model, part).named_parameters()
-            if is_adapter(name)]
+        sizes = [
+            p.numel()
+            for name,p in getattr(model, part).named_parameters()
+            if is_adapter(name)
+        ]
         if sizes: sizes_of[part] = sum(sizes)
     return sizes_of
 
@@ -71,8 +77,12 @@ def make_optimizer(model:nn.Module, train_cfg:TrainConfig, # see `training_group
     "Returns AdamW over the components that train."
     groups = training_groups(model, train_cfg)
     fused = groups[0]['params'][0].device.type in ('cpu','cuda')
-    return kind(groups, betas=tuple(train_cfg.betas),
-        weight_decay=train_cfg.weight_decay, fused=fused)
+    return kind(
+        groups,
+        betas=tuple(train_cfg.betas),
+        weight_decay=train_cfg.weight_decay,
+        fused=fused
+    )
 
 # %% ../../nbs/43_training.optim.ipynb #fc084759
 def trainable_line(model:nn.Module, optimizer:torch.optim.Optimizer)->str: # `trainable: 0.2 M of 1 M ...`
@@ -89,8 +99,11 @@ def training_parts(train:dict)->dict[str,str]: # fields of a `TrainConfig`; comp
     if cfg.lora_rank:
         return {name:'adapters' for name in cfg.lora_targets}
     last = cfg.language_last_blocks
-    return {name:f'the last {last} blocks' if last and name=='decoder' else 'all'
-        for name,lr in _component_lrs(cfg).items() if lr>0}
+    return {
+        name:f'the last {last} blocks' if last and name=='decoder' else 'all'
+        for name,lr in _component_lrs(cfg).items()
+        if lr>0
+    }
 
 # %% ../../nbs/43_training.optim.ipynb #6521a191
 def set_lrs(optimizer:torch.optim.Optimizer, schedule:Callable|dict[str,Callable], # or one by group

@@ -83,15 +83,18 @@ def same_bits(kind:str='cpu', compiles:bool=False)->Iterator[None]: # of the dev
     "While inside, the same run gives the same bits, or an error."
     workspace = os.environ.get(WORKSPACE)
     use = torch.use_deterministic_algorithms
-    require(kind in ('cuda','cpu'),
-        f'nobody promises the same bits on {kind}: take another device')
+    require(
+        kind in ('cuda','cpu'),
+        f'nobody promises the same bits on {kind}: take another device'
+    )
     require(workspace in (None,*FIXED_SIZES),
         f'deterministic: {WORKSPACE} is {workspace!r}, '
         f'with which cuBLAS may differ from run to run: unset it, or give {FIXED_SIZES[0]}')
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
     with ExitStack() as stack:
-        stack.callback(use, torch.are_deterministic_algorithms_enabled(),
-            warn_only=warns)
+        stack.callback(
+            use, torch.are_deterministic_algorithms_enabled(), warn_only=warns
+        )
         use(True)
         stack.enter_context(sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]))
         if workspace is None:

@@ -51,12 +51,16 @@ def wsd(step:float, max_lr:float, max_steps:float, # updates done before this on
     decay_ratio:float=0.2, # share of the steps to descend
 )->float: # learning rate of this update
     "Linear warm-up, constant, linear descent over the last `decay_ratio` of the steps."
-    require(0 <= decay_ratio <= 1-warmup_ratio,
+    require(
+        0 <= decay_ratio <= 1-warmup_ratio,
         f"decay_ratio {decay_ratio} does not fit beside warmup_ratio "
-        f"{warmup_ratio}: together they are at most 1")
+        f"{warmup_ratio}: together they are at most 1"
+    )
     left = (max_steps-step)/(decay_ratio*max_steps) if decay_ratio else float(step < max_steps)
-    return max_lr*min(warmup(step, max_steps, warmup_ratio),
-                      min_lr_ratio + (1-min_lr_ratio)*min(1., max(0., left)))
+    return max_lr*min(
+        warmup(step, max_steps, warmup_ratio),
+        min_lr_ratio + (1-min_lr_ratio)*min(1., max(0., left))
+    )
 
 # %% ../../nbs/42_training.schedule.ipynb #3466fc79
 def get_schedule(schedule:str|Callable, # cosine, wsd, minimind, minimind_seed, module:function, a function
@@ -67,7 +71,10 @@ def get_schedule(schedule:str|Callable, # cosine, wsd, minimind, minimind_seed, 
     if ':' in schedule:
         return load_function(schedule, 'lr_schedule')
     ratios:Any = dict(warmup_ratio=warmup_ratio, min_lr_ratio=min_lr_ratio)
-    named:dict[str,Callable] = dict(cosine=partial(warmup_cosine, **ratios),
+    named:dict[str,Callable] = dict(
+        cosine=partial(warmup_cosine, **ratios),
         wsd=partial(wsd, **ratios),
-        minimind=minimind_lr, minimind_seed=partial(minimind_lr, corrected=False))
+        minimind=minimind_lr,
+        minimind_seed=partial(minimind_lr, corrected=False)
+    )
     return named[schedule]

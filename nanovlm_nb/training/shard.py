@@ -33,13 +33,18 @@ def bytes_per_parameter(sharding:str, world_size:int=1, # one of `SHARDINGS`; ra
     copy:int=2, accumulating:bool=False, # bytes of a gathered weight; several micro-batches per update
 )->dict[str,float]: # `weights`, `gradients`, `moments`, without zero3's block in use
     "Returns the bytes that each rank keeps of a parameter that trains."
-    require(sharding in SHARDINGS,
-        f"sharding is {sharding!r}: give one of {', '.join(SHARDINGS)}")
+    require(
+        sharding in SHARDINGS,
+        f"sharding is {sharding!r}: give one of {', '.join(SHARDINGS)}"
+    )
     if sharding=='ddp' or world_size==1:
         return dict(weights=4, gradients=4, moments=8)
     gathered = copy if sharding=='zero2' else 0
-    return dict(weights=4/world_size+gathered, moments=8/world_size,
-        gradients=4 if accumulating else 4/world_size)
+    return dict(
+        weights=4/world_size+gathered,
+        moments=8/world_size,
+        gradients=4 if accumulating else 4/world_size
+    )
 
 def bytes_sent(sharding:str, world_size:int=1, copy:int=2, # as above
     micro_batches:int=1, reduces:bool=False, # of an update; gradients are exchanged after each of them
@@ -74,15 +79,20 @@ def shard_model(model:nn.Module, dist:Dist, # `vision_encoder.blocks`, `MP`, `de
     ranks = dist.world_size
     kind = dist.device.type
     offload = CPUOffloadPolicy(pin_memory=kind=='cuda') if offload_params else OffloadPolicy()
-    options = dict(mesh=init_device_mesh(kind, (ranks,)),
+    options = dict(
+        mesh=init_device_mesh(kind, (ranks,)),
         shard_placement_fn=lambda p: _placement(p, ranks),
-        offload_policy=offload)
+        offload_policy=offload
+    )
     def policy(dtype):
         return MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
     for unit in [*model.vision_encoder.blocks, model.MP, *model.decoder.blocks]:
-        fully_shard(unit, reshard_after_forward=sharding=='zero3',
+        fully_shard(
+            unit,
+            reshard_after_forward=sharding=='zero3',
             mp_policy=policy(dtype),
-            **options)
+            **options
+        )
     fully_shard(model, mp_policy=policy(torch.float32), **options)
     model.weights_stay = sharding=='zero2'
     model.reduces_always = reduce_always
@@ -219,17 +229,20 @@ def load_full_weights(model:nn.Module, # any; all call
     places = {name for name in reshard(model).state_dict() if not is_computed(name)}
     wrong = sorted({*named}^places)
     require(not wrong, f"{_OTHER}: {', '.join(wrong[:5])} on one side only")
-    _fill_any(model,
+    _fill_any(
+        model,
         Tensors({name:partial(weights.__getitem__, name) for name in named}),
-        this_rank())
+        this_rank()
+    )
 
 # %% ../../nbs/47_training.shard.ipynb #42a10005
 def read_rest(model:nn.Module, dist:Dist)->nn.Module: # on its device, whole or in pieces; all call
     "Reads the weights that were left in their files, and returns the model."
     unread = getattr(model, 'unread', None) or Tensors({})
     model.unread = None
-    _fill_any(model,
-        Tensors({name:make for name,make in unread.makers.items() if make}), dist)
+    _fill_any(
+        model, Tensors({name:make for name,make in unread.makers.items() if make}), dist
+    )
     return model
 
 # %% ../../nbs/47_training.shard.ipynb #589efaae
@@ -307,8 +320,9 @@ def run_optimizer(model:nn.Module, train_cfg:TrainConfig, dist:Dist, # as it is 
 )->torch.optim.Optimizer: # whose groups have `name` and `max_lr`
     """Returns the optimizer of a run; what does not train is frozen.
     A UsageError if the user's cannot be had or does not fit."""
-    offloads = train_cfg.offload_optimizer and not (train_cfg.offload_params
-        and dist.world_size>1)
+    offloads = train_cfg.offload_optimizer and not (
+        train_cfg.offload_params and dist.world_size>1
+    )
     kind = OffloadedAdamW if offloads else torch.optim.AdamW
     if make is None:
         return make_optimizer(model, train_cfg, kind)
@@ -317,9 +331,11 @@ def run_optimizer(model:nn.Module, train_cfg:TrainConfig, dist:Dist, # as it is 
         'offload_optimizer or offload_params: only the update of AdamW is made in the memory of the CPU')
     optimizer = make(model, train_cfg)
     for group in optimizer.param_groups:
-        require({'name','max_lr'}<={*group},
+        require(
+            {'name','max_lr'}<={*group},
             'each group of an optimizer needs name and max_lr, '
-            f'its peak learning rate, as from `training_groups`; one has {(*group,)}')
+            f'its peak learning rate, as from `training_groups`; one has {(*group,)}'
+        )
     if is_sharded(model):
         begin_state(optimizer) # one that cannot work on pieces fails here
     return optimizer
