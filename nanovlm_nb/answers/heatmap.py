@@ -22,7 +22,9 @@ from ..model.language import LanguageModel
 from .answer import Asker
 
 # %% ../../nbs/57_answers.heatmap.ipynb #6acd941b
-def _attention_weights(q:Tensor, k:Tensor, # (B, H, n, D) some queries; (B, Hkv, T, D) all keys
+def _attention_weights(
+    q:Tensor, # (B, H, n, D) some queries
+    k:Tensor, # (B, Hkv, T, D) all keys
     rows:Tensor, # (n,) positions of the queries
 )->Tensor: # (B, H, n, T) how much each query takes from each position; sums to 1
     "Returns causal attention weights, of one document a row."
@@ -33,15 +35,17 @@ def _attention_weights(q:Tensor, k:Tensor, # (B, H, n, D) some queries; (B, Hkv,
 
 # %% ../../nbs/57_answers.heatmap.ipynb #3ffb0020
 @contextmanager
-def _record_attention(decoder:LanguageModel, # reads without a cache
-    blocks:Sequence[int], rows:Tensor, # numbers of the blocks; (n,) positions whose attention is wanted
+def _record_attention(
+    decoder:LanguageModel, # reads without a cache
+    blocks:Sequence[int], # their numbers
+    rows:Tensor, # (n,) positions whose attention is wanted
 )->Iterator[dict[int,Tensor]]: # block -> (B, H, n, T), filled by a reading
     "Keeps the attention weights of a reading."
     weights = {}
     def keep(module, args):
         q,k,_ = module.heads(*args[:3])
         weights[module.index] = _attention_weights(q[:,:,rows], k, rows)
-    with ExitStack() as hooks: # each goes with it
+    with ExitStack() as hooks: # which takes each of them off
         for b in blocks:
             hooks.enter_context(decoder.blocks[b].attn.register_forward_pre_hook(keep))
         yield weights
@@ -51,10 +55,11 @@ _SPREAD = .75 # width (standard deviation) of a token's spot, in sides of its sq
 
 def _spots(n, cells):
     "Returns how much of each of `cells` spots falls on each of `n` pixels; a spot within them sums to 1."
-    at = (torch.arange(n)+.5)/n
-    mid = (torch.arange(cells)+.5)/cells
+    pixels = (torch.arange(n)+.5)/n # middle of each, as a share of the side
+    centres = (torch.arange(cells)+.5)/cells
     width = _SPREAD/cells
-    return torch.exp(-(at[:,None]-mid)**2/(2*width**2))/(width*n*(2*torch.pi)**.5)
+    heights = torch.exp(-(pixels[:,None]-centres)**2/(2*width**2))
+    return heights/(width*n*(2*torch.pi)**.5)
 
 # %% ../../nbs/57_answers.heatmap.ipynb #67d724a1
 @dataclass
@@ -65,7 +70,9 @@ class Heat:
     grid:tuple[int,int] # rows and columns of tiles
 
     @classmethod
-    def from_tokens(cls, values:Tensor, # (tiles*side*side,) of a picture's tokens in reading order
+    def from_tokens(
+        cls,
+        values:Tensor, # (tiles*side*side,) of a picture's tokens in reading order
         grid:tuple[int,int], # rows and columns of tiles
         convention:str='nanovlm', # the view of the whole comes first, or last (smolvlm)
     )->'Heat': # sorted by place
@@ -74,17 +81,19 @@ class Heat:
             return cls(None, values.unflatten(0, grid), (1,1)) # a tile is a token
         (rows,cols) = grid
         count = rows*cols
-        stack = values.unflatten(0, (count+(count>1),-1))
+        views = count+1 if count>1 else 1 # that of the whole is one more
+        stack = values.unflatten(0, (views,-1))
         side = isqrt(stack.shape[1])
         tiles = stack.unflatten(1, (side,side))
         whole = None
-        if count>1: # the view of the whole is one more
-            place = -1 if convention=='smolvlm' else 0
-            whole = tiles[place]
-            tiles = tiles[:-1] if place else tiles[1:]
-        mosaic = tiles.unflatten(0, (rows,cols)).transpose(1,2).reshape(rows*side,
-            cols*side)
-        return cls(whole, mosaic, (rows,cols))
+        if count>1 and convention=='smolvlm':
+            whole = tiles[-1]
+            tiles = tiles[:-1]
+        elif count>1:
+            whole = tiles[0]
+            tiles = tiles[1:]
+        mosaic = tiles.unflatten(0, (rows,cols)).transpose(1,2)
+        return cls(whole, mosaic.reshape(rows*side, cols*side), (rows,cols))
 
     def draw(self, width:int, height:int)->Tensor: # (height, width)
         "Returns the sum of all spots."
@@ -94,16 +103,20 @@ class Heat:
         )
 
 # %% ../../nbs/57_answers.heatmap.ipynb #311f1677
-def default_blocks(n:int)->list[int]: # blocks of the decoder; numbers of blocks
-    "Returns the first two thirds, rounded up."
+def default_blocks(n:int)->list[int]: # of `n` blocks of the decoder
+    "Returns the numbers of the first two thirds, rounded up."
     return list(range((2*n+2)//3))
 
 # %% ../../nbs/57_answers.heatmap.ipynb #69cd0960
 @torch.no_grad()
-def answer_heat(asker:Asker, images:Sequence[Image.Image], # pictures, one or more
+def answer_heat(
+    asker:Asker,
+    images:Sequence[Image.Image], # one or more
     question:str|list[dict], # a question, or turns of which the last has no 'assistant'
-    answer:str, blocks:Sequence[int]|None=None, # the model's; numbers of blocks; None: `default_blocks`
-    answer_only:bool=False)->list[Heat]: # leave out the words of the question; of each picture
+    answer:str, # of the model
+    blocks:Sequence[int]|None=None, # their numbers; None: `default_blocks`
+    answer_only:bool=False, # leave out the words of the question
+)->list[Heat]: # of each picture
     "Returns how much the text took from each place, on average over rows, blocks and heads."
     require(images, 'no picture: there is nothing to look at')
     model = asker.model
@@ -113,12 +126,14 @@ def answer_heat(asker:Asker, images:Sequence[Image.Image], # pictures, one or mo
     ids = torch.tensor([prompt+answered], device=asker.device)
     slots = (ids[0]==cfg.image_token_id).nonzero().flatten()
     first = len(prompt)-1 if answer_only else int(slots[-1])+1
-    rows = torch.arange(first, max(ids.shape[1]-1, len(prompt)), device=asker.device) # the last is not read
+    last = max(ids.shape[1]-1, len(prompt)) # the last token is not read
+    rows = torch.arange(first, last, device=asker.device)
     if blocks is None: blocks = default_blocks(cfg.lm_n_blocks)
     layout = model.layout_of(ids, images=tiles)
     with _record_attention(model.decoder, blocks, rows) as recorded:
         model.decoder(model.embed(ids, tiles, layout), layout)
-    taken = torch.stack([recorded[block][0] for block in blocks]).mean((0,1,2))[slots].cpu()
+    weights = torch.stack([recorded[block][0] for block in blocks])
+    taken = weights.mean((0,1,2))[slots].cpu() # over blocks, heads and rows
     per_picture = taken.split(
         [tile.shape[:-3].numel()*cfg.mp_image_token_length for tile in tiles]
     )
@@ -129,17 +144,19 @@ def answer_heat(asker:Asker, images:Sequence[Image.Image], # pictures, one or mo
     return heats
 
 # %% ../../nbs/57_answers.heatmap.ipynb #ce3371a3
-def overlay(image:Image.Image, heat:Heat, # from `answer_heat`
-    longest:int=512)->Image.Image: # longest side of the result, pixels; RGB, in the picture's proportions
+def overlay(
+    image:Image.Image,
+    heat:Heat, # from `answer_heat`
+    longest:int=512, # longest side of the result, pixels
+)->Image.Image: # RGB, in the picture's proportions
     "Returns a picture under its heat map."
     from matplotlib import colormaps
     image = open_image(image)
     scale = longest/max(image.size)
     width,height = (max(1, round(side*scale)) for side in image.size)
     hot = heat.draw(width, height).numpy()
-    colour = colormaps['inferno']((hot-hot.min())/max(float(np.ptp(hot)), 1e-12))[
-        ...,:3
-    ]
+    share = (hot-hot.min())/max(float(np.ptp(hot)), 1e-12)
+    colour = colormaps['inferno'](share)[...,:3] # without its opacity
     mixed = .4*np.asarray(image.resize((width,height)), dtype=float)+.6*255*colour
     out = Image.fromarray(mixed.round().astype(np.uint8))
     pen = ImageDraw.Draw(out)

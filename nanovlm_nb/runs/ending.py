@@ -23,32 +23,43 @@ from ..core.dist import Dist
 from ..core.logs import RunLog
 from ..training.advice import advice,memory_remedies
 from ..training.hooks import Unstable
-from .resume import _UNKNOWN
+from .resume import NO_RULE
 
 # %% ../../nbs/65_runs.ending.ipynb #e0d1000a
 SAME_SCRIPT = 'the same script again, with resume=True'
 
-def _what_is_left(run_dir:Path)->str: # of a run; part of a sentence
-    "Which checkpoint there is."
+def _what_is_left(run_dir:Path)->str: # part of a sentence
+    "Returns which checkpoint a run has."
     last = last_checkpoint(run_dir)
     return f'the last complete checkpoint is {last.name}' if last else 'there is no checkpoint yet'
 
 # %% ../../nbs/65_runs.ending.ipynb #9e6e9b33
-def relaunch(command:str, words:Iterable, settings:dict, dist:Dist)->str: # its flags; fields; ranks
-    "The line for the shell that gives a command again, with what no file of a run may name."
+def relaunch(
+    command:str, # of `nanovlm`, e.g. 'train'
+    words:Iterable, # its flags and their values
+    settings:dict, # fields of the configurations
+    dist:Dist, # the ranks
+)->str: # a line for the shell
+    "Returns what gives a command again, with what no file of a run may name."
     line = command,*words,*trust_flags(settings)
-    words = ' '.join(shlex.quote(str(w)) for w in line)
-    if dist.world_size==1: return f'nanovlm {words}'
+    quoted = ' '.join(shlex.quote(str(w)) for w in line)
+    if dist.world_size==1: return f'nanovlm {quoted}'
     local = int(os.environ.get('LOCAL_WORLD_SIZE', dist.world_size))
     nodes = dist.world_size//local
     first = os.environ.get('MASTER_ADDR', 'FIRST_NODE')
-    meet = f'--nnodes {nodes} --rdzv_backend c10d --rdzv_endpoint {first}:29500' # given on each of them
+    # how they find each other; given on each node
+    meet = f'--nnodes {nodes} --rdzv_backend c10d --rdzv_endpoint {first}:29500'
     if nodes==1: meet = '--standalone'
-    return f'torchrun {meet} --nproc_per_node {local} -m nanovlm_nb.cli {words}'
+    return f'torchrun {meet} --nproc_per_node {local} -m nanovlm_nb.cli {quoted}'
 
 # %% ../../nbs/65_runs.ending.ipynb #9e6e9b34
-def go_on(run_dir:Path, settings:dict, dist:Dist=Dist(), changes:dict={})->str: # fields of both; ranks
-    "The line for the shell that resumes a run, with other values of some fields."
+def go_on(
+    run_dir:Path,
+    settings:dict, # fields of both configurations
+    dist:Dist=Dist(), # the ranks
+    changes:dict={}, # fields that get other values
+)->str: # a line for the shell
+    "Returns what resumes a run."
     words = ['--config', run_dir/CONFIG, '--run_name', run_dir.name, '--resume', True]
     for name,value in changes.items():
         words += [f'--{name}', value]
@@ -63,7 +74,7 @@ class OpenRun:
     cfg:TrainConfig # the run
     dist:Dist # this rank
     log:RunLog # opened when nothing can refuse the run any more
-    make_command:Callable=go_on # names the command that resumes; takes what `go_on` takes
+    make_command:Callable=go_on # returns the command that resumes, from the same arguments
     trainer:Any=None # about to make its first update, or later
     status:str='failed' # unless `run` sets another word
 
@@ -72,8 +83,11 @@ class OpenRun:
         _end(self, error)
 
 # %% ../../nbs/65_runs.ending.ipynb #6ee0afc0
-def _command_of(run:OpenRun, **changes)->str: # in progress; fields to change; a line for the shell
-    "The command that resumes a run, or begins it again."
+def _command_of(
+    run:OpenRun, # in progress
+    **changes, # fields that get other values
+)->str: # a line for the shell
+    "Returns the command that resumes a run, or begins it again."
     if run.trainer is None:
         flags = [f'--{name} {value}' for name,value in changes.items()]
         return ' '.join(['the same command', *flags])
@@ -82,7 +96,7 @@ def _command_of(run:OpenRun, **changes)->str: # in progress; fields to change; a
 
 # %% ../../nbs/65_runs.ending.ipynb #19e79f56
 def left_line(run:OpenRun)->str: # in progress
-    "What is left, and what to type."
+    "Returns what is left, and what to type."
     return f'{_what_is_left(run.run_dir)}, to go on: {_command_of(run)}'
 
 # %% ../../nbs/65_runs.ending.ipynb #f65fc931
@@ -91,41 +105,47 @@ class RunFailed(UsageError, OSError):
 
 # %% ../../nbs/65_runs.ending.ipynb #1851a81d
 def _out_of_memory(error:BaseException|None)->bool: # as it arrived
-    "Whether memory ran out, that of the device or of the machine."
+    "Returns whether memory ran out, that of the device or of the machine."
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)
 
 # %% ../../nbs/65_runs.ending.ipynb #54000003
-def _no_memory(run:OpenRun, error:BaseException|None)->str: # as it arrived
-    "What happened, what is left, what helps."
+def _no_memory(run:OpenRun, error:BaseException|None)->str:
+    "Returns what happened, what is left, what helps."
     vlm_cfg = run.vlm_cfg
     ranks = run.dist.world_size
     kind = run.dist.device.type
-    def keeps(changes): # the checkpoints of the run
-        return all(
-            (resume_rule(n, type(vlm_cfg)) or _UNKNOWN)[0]!=REFUSED for n in changes
-        )
+    def can_resume(changes): # with these fields changed
+        rules = [resume_rule(name, type(vlm_cfg)) or NO_RULE for name in changes]
+        return all(level!=REFUSED for level,_ in rules)
     lines = advice(
-        {}, run.cfg, vlm_cfg, oom=True, keeps=keeps, ranks=ranks, device=kind
+        {}, run.cfg, vlm_cfg, oom=True, keeps=can_resume, ranks=ranks, device=kind
     )
     changes = [
         remedy.changes for remedy in memory_remedies(vlm_cfg, run.cfg, ranks, kind)
     ]
-    first = next(filter(keeps, changes), {})
-    what = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return (f'memory ran out ({what}); {_what_is_left(run.run_dir)}. What helps when you are '
+    first = next(filter(can_resume, changes), {})
+    cause = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return (f'memory ran out ({cause}); {_what_is_left(run.run_dir)}. What helps when you are '
         f'{". ".join(lines)}. For example: {_command_of(run, **first)}')
 
 # %% ../../nbs/65_runs.ending.ipynb #62b54021
-def _reason_of(run:OpenRun, error:BaseException|None)->str|None: # None: a fault, one of use, or none
-    "What broke a run, if that is known, and the command that resumes it."
+def _reason_of(
+    run:OpenRun,
+    error:BaseException|None,
+)->str|None: # None: a fault of the program or of its use, or no error
+    "Returns what broke a run, if that is known, and the command that resumes it."
     if _out_of_memory(error): return _no_memory(run, error)
     return f'{error}: {left_line(run)}' if isinstance(error, Unstable) else None
 
 # %% ../../nbs/65_runs.ending.ipynb #54000007
 INTERRUPTED = 85 # exit code of a run that a signal has ended
 
-def set_status(run_dir:Path, status:str, dist:Dist)->None: # of the run; 'running', ...; only rank 0 writes
-    "Write the status of a run; on a full disk there is still the room of the word before."
+def set_status(
+    run_dir:Path,
+    status:str, # 'running', 'done', ...
+    dist:Dist,
+)->None:
+    "Writes the status of a run, on rank 0; on a full disk there is still the room of the word before."
     if not dist.is_master: return
     try: write_atomic(run_dir/STATUS, status+'\n')
     except OSError:
@@ -133,20 +153,22 @@ def set_status(run_dir:Path, status:str, dist:Dist)->None: # of the run; 'runnin
             file.write(status+'\n')
 
 # %% ../../nbs/65_runs.ending.ipynb #65bce8fd
-def exit_code(run_dir:Path)->int: # of a run that has ended; 0, or `INTERRUPTED`
-    "What a process should end with."
-    return INTERRUPTED if (run_dir/STATUS).read_text(encoding='utf-8').strip()=='interrupted' else 0
+def exit_code(run_dir:Path)->int: # 0, or `INTERRUPTED`
+    "Returns what the process of a run that has ended should end with."
+    status = (run_dir/STATUS).read_text(encoding='utf-8').strip()
+    return INTERRUPTED if status=='interrupted' else 0
 
 # %% ../../nbs/65_runs.ending.ipynb #54000010
 def _end(run:OpenRun, error:BaseException|None)->None: # what leaves its block
     "Says in log and status how a run ends, a known cause in one sentence."
-    why = _reason_of(run, error)
-    last = RunFailed(why) if why else error
-    killed = why or isinstance(error, KeyboardInterrupt) # it says so itself, or is in a hurry
-    if run.trainer and run.status!='done' and not killed:
+    reason = _reason_of(run, error)
+    raised = RunFailed(reason) if reason else error
+    # the reason has that line already, and an interrupted run has no time
+    silent = reason or isinstance(error, KeyboardInterrupt)
+    if run.trainer and run.status!='done' and not silent:
         run.log.info(left_line(run))
-    if run.log.opened or not isinstance(last, UsageError): # a start that is refused changes nothing
+    if run.log.opened or not isinstance(raised, UsageError): # a start that is refused changes nothing
         with suppress(OSError) if run.status=='failed' else nullcontext():
             set_status(run.run_dir, run.status, run.dist)
-    run.log.__exit__(last and type(last), last, None)
-    if last and why: raise last from error
+    run.log.__exit__(raised and type(raised), raised, None)
+    if raised and reason: raise raised from error

@@ -79,14 +79,19 @@ def _evaluator_cards(cards_given:str|None, # `eval_gpus`
     )
     cards = [*filter(None, map(str.strip, names.split(',')))]
     if cards_given is None and not cards: return {},''
-    card = (cards[ranks:] or [''])[-1]
+    card = (cards[ranks:] or [''])[-1] # the last that no rank has, if there is one
     if cards_given is not None: card = cards_given
     if not card:
         return {VISIBLE:card},', on the CPU, slowly: see eval_gpus'
     return {VISIBLE:card},f', on card {card}'
 
 # %% ../../nbs/60_runs.evaluations.ipynb #20eb3500
-def _evaluator_command(run_dir:Path, cfg:TrainConfig, tasks:str, step:int)->list[str]: # never for a shell
+def _evaluator_command(
+    run_dir:Path,
+    cfg:TrainConfig,
+    tasks:str, # separated by commas
+    step:int, # of the checkpoint
+)->list[str]: # program and arguments, for no shell
     "Returns how the evaluator of a checkpoint is started: as a process of this machine, or by sbatch."
     checkpoint = str(run_dir/f'step_{step}')
     limit = cfg.lmms_eval_limit
@@ -118,7 +123,7 @@ class Evaluations:
     "The evaluations of a run. Rank 0 has them, and may forget them: what is known lies in files."
     run_dir:Path
     cfg:TrainConfig # how checkpoints are evaluated
-    tasks:str # from `possible_tasks`; empty: nothing is started, results of others are logged
+    tasks:str # from `possible_tasks`; if it is empty, only results that come from elsewhere are logged
     command:Callable[[Path,TrainConfig,str,int],list[str]] = _evaluator_command
     logged:set[tuple[int,str]] = field(default_factory=set) # (step, figure) that the log has
     seen:dict[Path,tuple] = field(default_factory=dict) # result files as they were looked at last
@@ -129,7 +134,11 @@ class Evaluations:
         self.run_dir = self.run_dir.absolute()
         self.backend = choose_eval_backend(self.cfg)
 
-    def file(self, step:int, kind:str)->Path: # 'todo', 'log' or 'json'; need not be there
+    def file(
+        self,
+        step:int,
+        kind:str, # 'todo', 'log' or 'json'
+    )->Path: # need not be there
         "Returns one of the files of an evaluation."
         return self.run_dir/RESULTS/f'step_{step}.{kind}'
 
@@ -148,8 +157,8 @@ def missing_tasks(evals:Evaluations, step:int)->list[str]: # empty: all is done
     return [t for t in task_names(evals.tasks) if t not in done]
 
 # %% ../../nbs/60_runs.evaluations.ipynb #a3caa53f
-def ask_for_eval(evals:Evaluations, step:int)->None: # of a complete checkpoint; a second call does nothing
-    "Has a checkpoint evaluated, and kept until then."
+def ask_for_eval(evals:Evaluations, step:int)->None: # of a complete checkpoint
+    "Has a checkpoint evaluated, and kept until then; a second call does nothing."
     if evals.backend=='in_process' or not missing_tasks(evals, step):
         return
     todo = evals.file(step, 'todo')
@@ -157,29 +166,33 @@ def ask_for_eval(evals:Evaluations, step:int)->None: # of a complete checkpoint;
     todo.touch()
 
 # %% ../../nbs/60_runs.evaluations.ipynb #59eb7949
-def _said(evals, step)->str:
+def _output_of(evals, step)->str:
     "Returns what an evaluator has printed since its last start."
     log = evals.file(step, 'log')
-    return log.read_text(errors='replace').rpartition(_BEGINS)[2].strip() if log.is_file() else ''
+    if not log.is_file(): return ''
+    _,_,output = log.read_text(errors='replace').rpartition(_BEGINS)
+    return output.strip()
 
 # %% ../../nbs/60_runs.evaluations.ipynb #a896e202
 def _job(evals, step)->str:
     "Returns the number of an evaluation's job in Slurm; an empty text if it has none."
     if evals.backend!='slurm': return ''
-    found = re.search(r'^Submitted batch job (\d+)', _said(evals, step), re.M)
-    return found[1] if found else ''
+    match = re.search(r'^Submitted batch job (\d+)', _output_of(evals, step), re.M)
+    return match[1] if match else ''
 
 # %% ../../nbs/60_runs.evaluations.ipynb #df91d294
 def _in_queue(job)->bool:
     "Returns whether Slurm may still run a job."
     if not shutil.which('squeue'): return True
     try:
-        asked = subprocess.run(
+        queue = subprocess.run(
             ['squeue','-h','-j',job], capture_output=True, text=True, timeout=60
         )
     except subprocess.TimeoutExpired:
         return True
-    return bool(asked.stdout.strip()) or asked.returncode!=0 and 'Invalid job id' not in asked.stderr
+    # an error that says nothing about the job may pass
+    unknown = queue.returncode!=0 and 'Invalid job id' not in queue.stderr
+    return unknown or bool(queue.stdout.strip())
 
 # %% ../../nbs/60_runs.evaluations.ipynb #0047e784
 def _is_at_work(evals, step, thorough)->bool:
@@ -196,7 +209,7 @@ def _begin(evals, step)->str:
     "Starts an evaluator; returns a line for the log."
     todo = evals.file(step, 'todo')
     variables = {}
-    where = ''
+    where = '' # a few words for the log
     with open_own(todo, 'a') as f: f.write('.')
     if evals.backend=='subprocess':
         ranks = int(os.environ.get('LOCAL_WORLD_SIZE', 1))
@@ -225,26 +238,31 @@ def _settle(evals, step)->list[str]:
         return [f'evaluation of step {step} is done']
     if evals.backend=='in_process' or not todo.stat().st_size:
         return [] # it waits
-    end = 'killed' # or a child of an earlier start, of which nothing is known
-    if job: end = f'job {job} has left the queue'
+    cause = 'killed' # or a child of an earlier start, of which nothing is known
+    if job: cause = f'job {job} has left the queue'
     elif child and child.returncode>=0:
-        last_line = (_said(evals, step) or 'it wrote nothing').splitlines()[-1]
-        end = f'exit code {child.returncode}, {last_line}'
-    if end!='killed':
+        last_line = (_output_of(evals, step) or 'it wrote nothing').splitlines()[-1]
+        cause = f'exit code {child.returncode}, {last_line}'
+    if cause!='killed':
         with open_own(todo, 'a') as f:
             f.write('x') # a start is a dot
     history = todo.read_text()
-    line = f'evaluation of step {step} ended without {missing}: {end} (see {evals.file(step, "log")})'
+    log = evals.file(step, 'log')
+    line = f'evaluation of step {step} ended without {missing}: {cause} (see {log})'
     if history.count('.')<_MOST_STARTS and history.count('x')<_MOST_FAILURES:
         return [line]
     todo.unlink()
     return [f'{line}; it is given up']
 
 # %% ../../nbs/60_runs.evaluations.ipynb #cc3a9fa4
-def _poll_evals(evals:Evaluations, thorough:bool=False)->list[str]: # also ask Slurm, which may take a second
-    "Starts what waits and notes what has ended, and never waits itself; returns lines for the log."
+def _poll_evals(
+    evals:Evaluations,
+    thorough:bool=False, # also ask Slurm, which may take a second
+)->list[str]: # lines for the log
+    "Starts what waits and notes what has ended, and never waits itself."
     lines = []
-    for step in evals.open if evals.tasks else ():
+    if not evals.tasks: return lines
+    for step in evals.open:
         if not _is_at_work(evals, step, thorough):
             lines += _settle(evals, step)
             if evals.backend=='in_process' or not evals.file(step, 'todo').exists():
@@ -261,16 +279,18 @@ def _poll_evals(evals:Evaluations, thorough:bool=False)->list[str]: # also ask S
 # %% ../../nbs/60_runs.evaluations.ipynb #390fbb08
 logger = logging.getLogger(__name__)
 
-def _new_results(evals:Evaluations, until:float=math.inf, # last step to look at
+def _new_results(
+    evals:Evaluations,
+    until:float=math.inf, # last step to look at
 )->Iterator[tuple[int,dict[str,float]]]:
     "Yields the step and those figures of each result that the log lacks."
     for step,path in result_files(evals.run_dir/RESULTS).items():
         if step>until: return
         try:
             status = path.stat()
-            now = (status.st_mtime_ns,status.st_size)
-            if evals.seen.get(path)==now: continue
-            evals.seen[path] = now
+            version = (status.st_mtime_ns,status.st_size)
+            if evals.seen.get(path)==version: continue
+            evals.seen[path] = version
             figures = _read_result(path)
         except (ValueError, OSError, RecursionError) as e:
             logger.warning(f'{path} cannot be read ({type(e).__name__}: {e}): left for later')
@@ -288,15 +308,19 @@ def _stop(evals, step):
     "Ends an evaluator, whoever has started it."
     log = evals.file(step, 'log')
     job = _job(evals, step)
-    for group in _writers(log) if _is_running(log) else []:
-        with suppress(ProcessLookupError):
-            os.killpg(group, signal.SIGKILL) # it may have ended just now
+    if _is_running(log):
+        for group in _writers(log):
+            with suppress(ProcessLookupError): # it may have ended just now
+                os.killpg(group, signal.SIGKILL)
     if job and evals.file(step, 'todo').exists() and shutil.which('scancel'):
         with suppress(subprocess.TimeoutExpired):
             subprocess.run(['scancel',job], timeout=60)
 
 # %% ../../nbs/60_runs.evaluations.ipynb #4fd1bbc3
-def _forget_evals(evals:Evaluations, after:int)->list[str]: # last step that stays; lines for the log
+def _forget_evals(
+    evals:Evaluations,
+    after:int, # last step that stays
+)->list[str]: # lines for the log
     "Puts aside the evaluations of later steps, and ends their evaluators."
     folder = evals.run_dir/RESULTS
     later = []
@@ -315,17 +339,23 @@ def _forget_evals(evals:Evaluations, after:int)->list[str]: # last step that sta
             if not aside.exists(): break
             aside = path.with_name(f'{path.name}.old{number}')
         path.rename(aside)
-    return [f'evaluations of steps {", ".join(map(str, steps))} belong to an earlier start: '
-            f'put aside as .old in {folder}']
+    names = ', '.join(map(str, steps))
+    return [
+        f'evaluations of steps {names} belong to an earlier start: '
+        f'put aside as .old in {folder}'
+    ]
 
 # %% ../../nbs/60_runs.evaluations.ipynb #b7b917cc
-def take_over_evals(evals:Evaluations, step:int, # updates that the run has done; -1: it begins
+def take_over_evals(
+    evals:Evaluations,
+    step:int, # updates that the run has done; -1: it begins
     due:bool=False, # the checkpoint of this step ought to be evaluated; nobody may have asked for it
 )->list[str]: # lines for the log
     "Goes on with the evaluations of an earlier start, which may have been killed at any moment."
     log = evals.run_dir/LOG # as the run has cut it
     evals.logged = set()
-    for record in read_log(log) if log.is_file() else ():
+    records = read_log(log) if log.is_file() else []
+    for record in records:
         if EVAL_AXIS in record:
             evals.logged.update((record[EVAL_AXIS],name) for name in record)
     lines = _forget_evals(evals, step)
@@ -333,18 +363,25 @@ def take_over_evals(evals:Evaluations, step:int, # updates that the run has done
     return lines+_poll_evals(evals, thorough=True)
 
 # %% ../../nbs/60_runs.evaluations.ipynb #3a7c0e03
-def collect_evals(evals:Evaluations|None, log:RunLog, step:int, # None: not rank 0; updates done
+def collect_evals(
+    evals:Evaluations|None, # None: not rank 0
+    log:RunLog,
+    step:int, # updates done
     thorough:bool=False, # see `_poll_evals`
 )->bool: # whether there may be more
     "Moves evaluations on, and logs one result if there is any."
     if evals is None: return False
     for line in _poll_evals(evals, thorough): log.info(line)
-    new = next(_new_results(evals, step), None)
-    if new: log.log(new[1]|{EVAL_AXIS:new[0]}, step)
-    return new is not None
+    for evaluated,figures in _new_results(evals, step):
+        log.log(figures|{EVAL_AXIS:evaluated}, step)
+        return True
+    return False
 
 # %% ../../nbs/60_runs.evaluations.ipynb #bf658ed7
-def keep_results(evals:Evaluations|None, log:RunLog, step:int, # None: not rank 0; updates behind the model
+def keep_results(
+    evals:Evaluations|None, # None: not rank 0
+    log:RunLog,
+    step:int, # updates behind the model
     results:dict, # from `evaluate_tasks`
 )->None:
     "Writes the results of an evaluation that the training has made itself."
@@ -361,21 +398,26 @@ def keep_results(evals:Evaluations|None, log:RunLog, step:int, # None: not rank 
 _PAUSE_S = 1. # between two looks
 _ASK_SLURM_EVERY = 30 # looks
 
-def wait_for_evals(evals:Evaluations|None, log:RunLog, dist:Dist, step:int, # None: not rank 0; updates done
-    seconds:float, stopped:Callable[[],bool]=bool, # at most; whether a signal has come to this rank
-)->None: # every rank must call
-    "Collects what is still evaluated."
+def wait_for_evals(
+    evals:Evaluations|None, # None: not rank 0
+    log:RunLog,
+    dist:Dist,
+    step:int, # updates done
+    seconds:float, # at most
+    stopped:Callable[[],bool]=bool, # whether a signal has come to this rank; `bool()` is False
+)->None:
+    "Collects what is still evaluated; every rank must call it."
     end = time.monotonic()+seconds
-    def left():
+    def waiting():
         return ', '.join(map(str, evals.open)) if evals else ''
-    if left():
-        log.info(f'the run waits for evaluations of steps {left()}, at most {seconds:g} s')
+    if waiting():
+        log.info(f'the run waits for evaluations of steps {waiting()}, at most {seconds:g} s')
     for i in count():
         while collect_evals(evals, log, step, thorough=i%_ASK_SLURM_EVERY==0):
             pass
-        if not dist.any(bool(left()) and time.monotonic()<=end and not stopped()):
+        if not dist.any(bool(waiting()) and time.monotonic()<=end and not stopped()):
             break
         time.sleep(_PAUSE_S)
-    if evals and left():
-        log.info(f'evaluations of steps {left()} are not waited for: '
+    if evals and waiting():
+        log.info(f'evaluations of steps {waiting()} are not waited for: '
             f'their results will be in {evals.run_dir/RESULTS}, a start with resume collects them')

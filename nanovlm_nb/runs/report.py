@@ -33,10 +33,14 @@ from ..answers.answer import accuracy_table,Asker,keep_example,plot_answers
 from ..answers.look import compare_answers,held_out_rows,verdict
 
 # %% ../../nbs/64_runs.report.ipynb #c916672a
-_OWN = {'run_name','notes','resume','load_from'} # different in every run
+_EACH_RUNS = {'run_name','notes','resume','load_from'} # different in every run
 
-def _changes_since(run_dir:Path, v:VLMConfig, c:TrainConfig)->tuple[str,list[str]]:
-    "Name of the run beside this one that was configured last, or '', and a line for each field that differs."
+def _changes_since(
+    run_dir:Path,
+    v:VLMConfig,
+    c:TrainConfig,
+)->tuple[str,list[str]]: # name of the other run, or ''; a line for each field that differs
+    "Compares a run with the one beside it that was configured last."
     others = [
         p
         for p in run_dir.absolute().parent.glob(f'*/{CONFIG}')
@@ -46,27 +50,27 @@ def _changes_since(run_dir:Path, v:VLMConfig, c:TrainConfig)->tuple[str,list[str
     latest = max(others, key=lambda path: path.stat().st_mtime)
     name = latest.parent.name
     try:
-        before = load_yaml(latest, given=None)
+        old_configs = load_yaml(latest, given=None)
     except ValueError as e:
         return name,[f'cannot be compared: {e}']
     lines = []
-    for old,new in zip(before, (v, c)):
+    for old,new in zip(old_configs, (v, c)):
         for field in fields(old):
             was = getattr(old, field.name)
             now = getattr(new, field.name)
-            if field.name not in _OWN and was!=now:
+            if field.name not in _EACH_RUNS and was!=now:
                 lines.append(f'{field.name}: {was!r} -> {now!r}')
     return name,lines or ['nothing']
 
 # %% ../../nbs/64_runs.report.ipynb #dcc6f191
-_MINE = '## Training'
-YOURS = '## Observations' # headings: from the first on it is the model card
+_TRAINING = '## Training' # from this heading on the page is the model card
+YOURS = '## Observations' # below this one you write
 _UNWRITTEN = f'{YOURS}\n\n\n## Next\n\n' # what a new page leaves to you
 _LIMITS = ('## Limits\n\nAnswers may be wrong or invented, and carry what the data and the backbones carry. '
     'All of this was measured on held-out samples of the training data; nothing was done about safety.')
 
-def _data_lines(v:VLMConfig, c:TrainConfig)->list[str]: # of a run
-    "What a run trains on, and how fast."
+def _data_lines(v:VLMConfig, c:TrainConfig)->list[str]:
+    "Returns what a run trains on, and how fast."
     names = '' if c.train_dataset_name==['default'] else f" ({', '.join(c.train_dataset_name)})"
     first = '' if c.data_cutoff_idx is None else f', its first {c.data_cutoff_idx} samples'
     vision,language = c.lr_backbone_pair
@@ -74,49 +78,61 @@ def _data_lines(v:VLMConfig, c:TrainConfig)->list[str]: # of a run
     if c.lora_rank:
         rates = f'adapters of rank {c.lora_rank} of {c.load_from}, learning rate {c.lr_lora}'
     largest = f'{v.max_pixels} pixels' if v.native else f'{v.max_img_size} pixels a side'
-    return [f'data: {c.train_dataset_path}{names}{first}', rates,
+    return [
+        f'data: {c.train_dataset_path}{names}{first}',
+        rates,
         f'pictures of at most {largest}, packs of {v.lm_max_length} tokens',
         f'{c.batch_size} x {c.gradient_accumulation_steps} packs an update on a rank, up to '
-        f'{c.length}, seed {c.seed}']
+        f'{c.length}, seed {c.seed}'
+    ]
 
 # %% ../../nbs/64_runs.report.ipynb #dcc6f192
 def _bullets(lines):
-    return '\n'.join(f'- {l}' for l in lines)
+    return '\n'.join(f'- {line}' for line in lines)
 
-def write_record(run_dir:Path, v:VLMConfig, c:TrainConfig,
-    results:list[str]=['still running'])->Path:
-    "Write the page, or bring it up to date; `notes` says what the run tries."
+def write_record(
+    run_dir:Path,
+    v:VLMConfig,
+    c:TrainConfig,
+    results:list[str]=['still running'], # a line for each
+)->Path: # of the page
+    "Writes the page, or brings it up to date; `notes` says what the run tries."
     path = run_dir/RECORD
-    text = path.read_text(encoding='utf-8', errors='backslashreplace') if path.is_file() else ''
-    before,changed = _changes_since(run_dir, v, c)
-    since = f' since {before}' if before else ''
+    yours = _UNWRITTEN
+    if path.is_file():
+        text = path.read_text(encoding='utf-8', errors='backslashreplace')
+        if YOURS in text: yours = text[text.index(YOURS):]
+    other,changed = _changes_since(run_dir, v, c)
+    since = f' since {other}' if other else ''
     page = [
         f'# {run_dir.name}',
         f'## Changed{since}',
         _bullets(changed),
-        _MINE,
+        _TRAINING,
         c.notes or '(no notes: give notes, what this run tries)',
         _bullets(_data_lines(v, c)),
         '## Results',
         _bullets(results),
         _LIMITS,
-        text[text.index(YOURS):] if YOURS in text else _UNWRITTEN
+        yours
     ]
     return write_atomic(path, '\n\n'.join(page))
 
 # %% ../../nbs/64_runs.report.ipynb #0154a710
 def training_card(run_dir:str|Path)->str: # Markdown: training, results, limits, observations
-    "What the page of a run says about its model, for a model card."
+    "Returns what the page of a run says about its model, for a model card."
     text = (Path(run_dir)/RECORD).read_text(encoding='utf-8', errors='backslashreplace')
-    card = text[text.index(_MINE):].partition('## Next')[0].strip()
+    card = text[text.index(_TRAINING):].partition('## Next')[0].strip()
     return card.removesuffix(YOURS).strip()
 
 # %% ../../nbs/64_runs.report.ipynb #424c5dca
 # what `publish` may raise; the last is that of the client's HTTP library, without connection
 HUB_ERRORS = (OSError, ValueError, HfHubHTTPError.__bases__[0])
 
-def where_to_publish(name:str|None)->str|None: # `hf_repo_name`; owner/name, None: nowhere
-    "Find out before a run where its model is to go; a UsageError says what is wrong with the name."
+def where_to_publish(
+    name:str|None, # `hf_repo_name`
+)->str|None: # owner/name; None: nowhere
+    "Returns where the model of a run is to go; a UsageError says what is wrong with the name."
     if name in (None, '', VLMConfig.hf_repo_name): return None
     require('/' in name, f'hf_repo_name {name} has no owner: give owner/{name}')
     try: validate_repo_id(name)
@@ -125,14 +141,21 @@ def where_to_publish(name:str|None)->str|None: # `hf_repo_name`; owner/name, Non
     return name
 
 # %% ../../nbs/64_runs.report.ipynb #43c40d6f
-def publish(run_dir:str|Path, repo_id:str, api:Any=None)->None: # of a run; owner/name; an `HfApi`
-    "Upload the best checkpoint of a run with its card, privately if it is new."
+def publish(
+    run_dir:str|Path,
+    repo_id:str, # owner/name
+    api:Any=None, # an `HfApi`; None: the usual one
+)->None:
+    "Uploads the best checkpoint of a run with its card, privately if it is new."
     model = VisionLanguageModel.from_pretrained(find_checkpoint(run_dir))
     model.push_to_hub(repo_id, private=True, api=api, training=training_card(run_dir))
 
 # %% ../../nbs/64_runs.report.ipynb #740c3e55
-def _best_asker(trainer:Trainer, make:Callable|None=None)->Asker: # after `train()`; of an own model
-    "The best model of a run, ready to be asked."
+def _best_asker(
+    trainer:Trainer, # after `train()`
+    make:Callable|None=None, # of a model of one's own
+)->Asker:
+    "Returns the best model of a run, ready to be asked."
     best = find_checkpoint(trainer.log.run_dir)
     samples = getattr(trainer.held_out, 'samples', None)
     processor = getattr(samples, 'image_processor', None)
@@ -144,13 +167,19 @@ def _best_asker(trainer:Trainer, make:Callable|None=None)->Asker: # after `train
     return Asker.from_model(model.to(trainer.dist.device), trainer.tokenizer, processor)
 
 # %% ../../nbs/64_runs.report.ipynb #55000004
-def _ask_held_out(asker:Asker, rows:list[dict], log:RunLog, step:int)->dict[str,dict]: # the best model
-    "Ask held-out questions, see `compare_answers`: heading of the table -> kind -> (right, asked)."
+def _ask_held_out(
+    asker:Asker, # the best model
+    rows:list[dict],
+    log:RunLog,
+    step:int,
+)->dict[str,dict]: # heading of the table -> kind -> (right, asked)
+    "Asks held-out questions, see `compare_answers`."
     log.info(f'asking the best checkpoint about {len(rows)} held-out samples, and about other pictures')
     scores,seen = compare_answers(asker, rows)
     log.info('held-out questions\n'+accuracy_table(scores))
     accuracies = {
-        f'answers/{kind}':right/n for kind,(right,n) in scores['answers'].items()
+        f'answers/{kind}':right/asked
+        for kind,(right,asked) in scores['answers'].items()
     }
     log.log(accuracies, step)
     write_atomic(log.run_dir/ANSWER_TABLE, json.dumps(scores, indent=1)+'\n')
@@ -159,47 +188,62 @@ def _ask_held_out(asker:Asker, rows:list[dict], log:RunLog, step:int)->dict[str,
     return scores
 
 # %% ../../nbs/64_runs.report.ipynb #55000021
-def _remedies(trainer:Trainer, scores:dict[str,dict])->str: # after `train()`
-    "What may help a model that answers no better than one that does not look."
+def _remedies(
+    trainer:Trainer, # after `train()`
+    scores:dict[str,dict], # from `_ask_held_out`
+)->str:
+    "Returns what may help a model that answers no better than one that does not look."
     cfg = trainer.cfg
     rows = trainer.loader.source.epoch_rows()
     kinds = len(scores['answers'])-1
     helps = []
     if trainer.best_step==trainer.step:
         helps.append(f'more updates than {trainer.step}: the validation loss was still falling')
-    known = '' if rows is None else f' (there are {rows:.0f} rows for training)'
-    helps.append(f'more pictures{known}')
+    so_many = '' if rows is None else f' (there are {rows:.0f} rows for training)'
+    helps.append(f'more pictures{so_many}')
     if not (cfg.load_from or trainer.base.cfg.backbones):
-        helps.append('weights to begin with in place of random numbers (load_from '
-            'HuggingFaceTB/SmolVLM-256M-Instruct with lora_rank 8, or vit_model_type facebook/dinov2-small)')
+        helps.append(
+            'weights to begin with in place of random numbers '
+            '(load_from HuggingFaceTB/SmolVLM-256M-Instruct with lora_rank 8, '
+            'or vit_model_type facebook/dinov2-small)'
+        )
     elif cfg.load_from and not cfg.lora_rank:
         helps.append('lora_rank 8, which trains fewer numbers')
     if kinds>1:
         helps.append(f'fewer kinds of questions ({kinds} were asked)')
     return f"what may help: {'; '.join(helps)}"
 
-def _overfitting(records:list[dict])->str: # of the log; empty: validation has not gone up
-    "A sentence about a validation loss that has risen while the loss of training fell."
+def _overfitting(
+    records:list[dict], # of the log
+)->str: # a sentence; empty: it is not so
+    "Says that the validation loss has risen while the loss of training fell."
     losses = [(r['step'], r['val_loss']) for r in records if 'val_loss' in r]
     if len(losses)<3: return ''
-    at,best = min(losses[1:], key=lambda pair: pair[1])
-    end,last = losses[-1]
+    best_step,best = min(losses[1:], key=lambda pair: pair[1])
+    last_step,last = losses[-1]
     if last<=1.01*best: return ''
-    every = end-losses[-2][0]
+    previous_step,_ = losses[-2]
     train = [(r['step'], r['batch_loss']) for r in records if 'batch_loss' in r]
-    def mean_before(step):
-        found = [loss for k,loss in train if step-every<k<=step]
-        return sum(found)/max(len(found), 1)
-    before = mean_before(at)
-    after = mean_before(end)
-    if after>=before: return ''
-    return (f'the validation loss has risen from {best:.4g} at update {at} to {last:.4g} at update {end}, '
-        f'while the loss of training fell from {before:.4g} to {after:.4g}: the model learns its rows by '
-        f'heart. The best checkpoint is kept; what helps: more rows, or fewer updates (about {at})')
+    def mean_before(end):
+        start = end-last_step+previous_step # as long before as between two validations
+        near = [loss for step,loss in train if start<step<=end]
+        return sum(near)/max(len(near), 1)
+    train_then = mean_before(best_step)
+    train_now = mean_before(last_step)
+    if train_now>=train_then: return ''
+    return (
+        f'the validation loss has risen from {best:.4g} at update {best_step} to '
+        f'{last:.4g} at update {last_step}, while the loss of training fell from '
+        f'{train_then:.4g} to {train_now:.4g}: the model learns its rows by heart. The '
+        'best checkpoint is kept; what helps: more rows, or fewer updates '
+        f'(about {best_step})'
+    )
 
 # %% ../../nbs/64_runs.report.ipynb #75ce5462
-def _time_split(seconds:dict[str,float])->str: # by kind; e.g. 'forward_backward 80 %, data 20 %, 12 s in all'
-    "Where the time of a run went, the largest part first."
+def _time_split(
+    seconds:dict[str,float], # by kind
+)->str: # e.g. 'forward_backward 80 %, data 20 %, 12 s in all'
+    "Returns where the time of a run went, the largest part first."
     total = sum(seconds.values())
     kinds = sorted(seconds, key=seconds.__getitem__, reverse=True)
     parts = [
@@ -210,21 +254,28 @@ def _time_split(seconds:dict[str,float])->str: # by kind; e.g. 'forward_backward
     return f"{', '.join(parts)}, {total:.0f} s in all"
 
 # %% ../../nbs/64_runs.report.ipynb #02c964f4
-def _report_drops(drops:dict[str,Drops], log:RunLog, step:int)->None: # from `LeftOut`; where, when
-    "Counts of what was left out by reason into the log, ids into `drops.json`."
+def _report_drops(
+    drops:dict[str,Drops], # split -> what was left out of it, from `LeftOut`
+    log:RunLog,
+    step:int,
+)->None:
+    "Writes how much was left out for each reason into the log, and ids into `drops.json`."
     counts = {}
-    for split,d in drops.items():
-        for reason,n in d.reported.items():
+    for split,left_out in drops.items():
+        for reason,n in left_out.reported.items():
             counts[f'drops/{split}_{reason}'] = n
-            examples = ' '.join(d.examples(reason).split())
+            examples = ' '.join(left_out.examples(reason).split())
             log.info(f'left out: {split}_{reason} {n}, e.g. {examples:.300}')
     if counts: log.log(counts, step)
-    reasons = {split:d.reasons for split,d in drops.items()}
+    reasons = {split:left_out.reasons for split,left_out in drops.items()}
     write_atomic(log.run_dir/DROP_LIST, json.dumps(reasons, indent=1)+'\n')
 
 # %% ../../nbs/64_runs.report.ipynb #55000005
-def _results_of(trainer:Trainer, scores:dict[str,dict])->list[str]: # after `train()`; from `_ask_held_out`
-    "What came of a run."
+def _results_of(
+    trainer:Trainer, # after `train()`
+    scores:dict[str,dict], # from `_ask_held_out`
+)->list[str]:
+    "Returns what came of a run."
     t = trainer
     name = 'val_loss' if find(trainer, Validate).by is None else 'judged'
     best = 'no validation'
@@ -248,8 +299,10 @@ def _results_of(trainer:Trainer, scores:dict[str,dict])->list[str]: # after `tra
 # %% ../../nbs/64_runs.report.ipynb #714328d0
 _ADVICE_AFTER_S = 600. # who tries something needs no advice
 
-def _advice_lines(trainer:Trainer)->list[str]: # after `train()`; empty for a short run, or when all is well
-    "What could be changed, from where the time went and from skipped updates."
+def _advice_lines(
+    trainer:Trainer, # after `train()`
+)->list[str]: # empty for a short run, or when all is well
+    "Returns what could be changed, from where the time went and from skipped updates."
     t = trainer
     seconds = find(trainer, Meters).seconds
     total = sum(seconds.values())
@@ -267,8 +320,12 @@ def _advice_lines(trainer:Trainer)->list[str]: # after `train()`; empty for a sh
     )
 
 # %% ../../nbs/64_runs.report.ipynb #55000008
-def report_run(trainer:Trainer, drops:dict[str,Drops], make:Callable|None=None)->None: # of all ranks
-    "Rank 0 sums up the run, after `train()`; `make` makes a model of its own."
+def report_run(
+    trainer:Trainer, # after `train()`
+    drops:dict[str,Drops], # of all ranks
+    make:Callable|None=None, # of a model of one's own
+)->None:
+    "Sums up the run, on rank 0."
     t = trainer
     log = trainer.log
     run_dir = log.run_dir
@@ -279,9 +336,9 @@ def report_run(trainer:Trainer, drops:dict[str,Drops], make:Callable|None=None)-
     records = read_log(run_dir/LOG)
     plot_curves(records, run_dir/'curves.png')
     warnings = []
-    judged = verdict(scores) if scores else ''
-    if judged:
-        warnings.append(judged)
+    judgement = verdict(scores) if scores else ''
+    if judgement:
+        warnings.append(judgement)
         right,asked = scores['answers']['all']
         if right!=asked: warnings.append(_remedies(t, scores))
     overfitting = _overfitting(records)
@@ -291,18 +348,19 @@ def report_run(trainer:Trainer, drops:dict[str,Drops], make:Callable|None=None)-
         (r['texts'][0]['user'] for r in rows if r['images']), 'What is in the picture?'
     )
     words = ['nanovlm','ask',str(run_dir),'--image','PICTURE','--prompt',question]
-    asks = [f'ask it: {shlex.join(words)}']
+    commands = [f'ask it: {shlex.join(words)}']
     example = next((row for row in rows if len(row['images'] or ())==1), None)
     if example:
         keep_example(run_dir, example)
-        newest = run_dir.absolute().parent==Path('checkpoints').absolute()
-        words = ['nanovlm','ask'] if newest else ['nanovlm','ask',str(run_dir)]
-        asks.append(f'or about a held-out picture: {shlex.join(words)}')
+        words = ['nanovlm','ask',str(run_dir)]
+        if run_dir.absolute().parent==Path('checkpoints').absolute():
+            words.pop() # the newest run there is asked
+        commands.append(f'or about a held-out picture: {shlex.join(words)}')
     lines = [
         f'time: {_time_split(find(t, Meters).seconds)}',
         *_advice_lines(t),
         f'best checkpoint: {find_checkpoint(run_dir)}',
         f'page and curves: {run_dir}'
     ]
-    if make is None: lines += asks
+    if make is None: lines += commands
     for line in lines+warnings: log.info(line)

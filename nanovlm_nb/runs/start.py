@@ -29,7 +29,7 @@ def is_pth(load_from:str|None)->bool: # it has weights to begin with, and nothin
 
 # %% ../../nbs/62_runs.start.ipynb #f5eae82d
 def weights_of_start(v:VLMConfig, c:TrainConfig)->str|None:
-    "The checkpoint whose weights a new run takes, of a run its best; None: it begins without one."
+    "Returns the checkpoint whose weights a new run takes, of a run its best; None: it begins without one."
     if c.resume_from_vlm_checkpoint:
         return find_checkpoint(v.vlm_checkpoint_path)
     if not c.load_from or is_pth(c.load_from): return None
@@ -39,7 +39,7 @@ def weights_of_start(v:VLMConfig, c:TrainConfig)->str|None:
 class Start(NamedTuple):
     "Where a start begins."
     kind:str # 'resume', 'checkpoint', 'file', 'backbones' or 'random'
-    path:Any # a checkpoint of the run itself; one whose weights it takes; a `.pth` file; both backbones
+    path:Any # of that kind: a checkpoint of this run or of another, a `.pth` file, both backbones, None
     line:str # for the log
     state:dict = {} # what the checkpoint of a run that resumes says about it
 
@@ -57,7 +57,7 @@ class Start(NamedTuple):
 
 # %% ../../nbs/62_runs.start.ipynb #717228e8
 def _new_start(v, c, run_dir):
-    "A start at update 0."
+    "Returns a start at update 0."
     weights = weights_of_start(v, c)
     kind = 'random'
     path = None
@@ -70,24 +70,30 @@ def _new_start(v, c, run_dir):
     elif v.backbones:
         kind = 'backbones'
         path = ' and '.join(v.backbones.values())
-    taken = f' with the weights of {path}' if weights else ''
+    with_weights = f' with the weights of {path}' if weights else ''
     if not c.resume:
-        return Start(kind, path, f'A new run{taken} (resume is False).')
-    line = f'Nothing to resume in {run_dir}: a new run begins at update 0{taken}.'
+        return Start(kind, path, f'A new run{with_weights} (resume is False).')
+    line = f'Nothing to resume in {run_dir}: a new run begins at update 0{with_weights}.'
     if weights and (Path(weights)/TRAINER_STATE).is_file():
-        line += (' To continue that run itself, with its optimizer, leave run_name out; or, under a new '
-            f'name, copy the checkpoint first: mkdir {run_dir.parent}/NEW && '
-            f'cp -r {weights} {run_dir.parent}/NEW')
+        copy = f'{run_dir.parent}/NEW'
+        line += (
+            ' To continue that run itself, with its optimizer, leave run_name out; or, '
+            'under a new name, copy the checkpoint first: '
+            f'mkdir {copy} && cp -r {weights} {copy}'
+        )
     return Start(kind, path, line)
 
 # %% ../../nbs/62_runs.start.ipynb #717228e9
 def _checkpoint_within(run_dir, load_from):
-    "The checkpoint of the run that `load_from` names, whole."
+    "Returns the checkpoint of the run that `load_from` names, whole."
     path = Path(load_from).resolve()
-    require(path.parent==run_dir.resolve(),
-        f'load_from {path} was set aside: to continue from it, copy it '
-        f'into a run of its own, mkdir {run_dir.parent}/NEW && cp -r {path} {run_dir.parent}/NEW, '
-        'and give run_name NEW and resume True')
+    copy = f'{run_dir.parent}/NEW'
+    require(
+        path.parent==run_dir.resolve(),
+        f'load_from {path} was set aside: to continue from it, copy it into a run of '
+        f'its own, mkdir {copy} && cp -r {path} {copy}, and give run_name NEW and '
+        'resume True'
+    )
     if not path.is_dir():
         raise MissingFile(
             f'load_from: there is no directory {path}: correct the path, '
@@ -97,153 +103,189 @@ def _checkpoint_within(run_dir, load_from):
     return path
 
 # %% ../../nbs/62_runs.start.ipynb #53000001
-def start_of(run_dir:Path|None, v:VLMConfig, c:TrainConfig,
-    how:str='set resume to True to go on')->Start:
-    """Where a start begins; a UsageError where the command contradicts what is there. `run_dir` is None for
-    a new run without a name; `how` is what to do instead of giving another name."""
-    given = c.load_from or ''
+def start_of(
+    run_dir:Path|None, # None: a new run without a name
+    v:VLMConfig,
+    c:TrainConfig,
+    how:str='set resume to True to go on', # what to do instead of giving another name
+)->Start:
+    "Returns where a start begins; a UsageError where the command contradicts what is there."
+    load_from = c.load_from or ''
     require(
-        not given or is_pth(given) or not Path(given).is_file(),
-        f'load_from is the file {given}: '
+        not load_from or is_pth(load_from) or not Path(load_from).is_file(),
+        f'load_from is the file {load_from}: '
         'give the directory of the checkpoint that holds it'
     )
     if run_dir is None:
-        require(not c.resume,
-            'resume needs to know which run: give run_name, or load_from with a checkpoint')
+        require(
+            not c.resume,
+            'resume needs to know which run: give run_name, '
+            'or load_from with a checkpoint'
+        )
         return _new_start(v, c, run_dir)
-    own,damaged = usable_checkpoint(run_dir, thorough=True)
+    newest,damaged = usable_checkpoint(run_dir, thorough=True)
     require(
-        c.resume or not own,
-        f'{run_dir} holds {own and own.name} of an earlier run, which a new one '
+        c.resume or not newest,
+        f'{run_dir} holds {newest and newest.name} of an earlier run, which a new one '
         f'would be mixed up with: give another run_name, or {how}'
     )
     if not c.resume: return _new_start(v, c, run_dir)
-    begun = None
-    if own:
-        begun = read_state(own)['configs']['train'].get('load_from') # of a run that was renamed
-    within = given and given!=begun and run_of(given)==run_dir.resolve()
-    if given and within and Path(given).resolve()!=run_dir.resolve():
-        path = _checkpoint_within(run_dir, given)
+    began_from = None
+    if newest: # the run may have been renamed since
+        began_from = read_state(newest)['configs']['train'].get('load_from')
+    of_this_run = (
+        load_from and load_from!=began_from and run_of(load_from)==run_dir.resolve()
+    )
+    if of_this_run and Path(load_from).resolve()!=run_dir.resolve():
+        path = _checkpoint_within(run_dir, load_from)
         line = f'Resumed from the checkpoint {path}.'
-        if not Path(given).is_absolute():
-            line += f' load_from {given} is relative to {Path.cwd()}: give the absolute path in a job script.'
+        if not Path(load_from).is_absolute():
+            line += (
+                f' load_from {load_from} is relative to {Path.cwd()}: '
+                'give the absolute path in a job script.'
+            )
         return Start('resume', path, line, read_state(path))
-    wrongs = [f'{p.name} is {why}' for p,why in damaged.items() if any(p.iterdir())]
-    wrong = '. '.join(wrongs[:3])
-    if own:
-        line = f'Auto resumed from the latest checkpoint {own}.'
-        if wrong: line = f'PASSED OVER: {wrong}. {line}'
-        if given and not within:
-            line += f' load_from {given} is where the run began, and is not read.'
-        return Start('resume', own, line, read_state(own))
-    require(not wrong,
-        f'cannot resume: no checkpoint in {run_dir} can be used. {wrong}. Copy '
-        'one there again, or begin anew: under another run_name, or here with resume False, which sets '
-        'aside what there is')
-    require(not within,
-        f'load_from {given}: no checkpoint of a run is there to resume from. Correct the '
-        'path; for a new run with these weights give a run_name, or leave resume out')
+    faults = [f'{p.name} is {why}' for p,why in damaged.items() if any(p.iterdir())]
+    faults_text = '. '.join(faults[:3])
+    if newest:
+        line = f'Auto resumed from the latest checkpoint {newest}.'
+        if faults: line = f'PASSED OVER: {faults_text}. {line}'
+        if load_from and not of_this_run:
+            line += f' load_from {load_from} is where the run began, and is not read.'
+        return Start('resume', newest, line, read_state(newest))
+    require(
+        not faults,
+        f'cannot resume: no checkpoint in {run_dir} can be used. {faults_text}. Copy '
+        'one there again, or begin anew: under another run_name, or here with resume '
+        'False, which sets aside what there is'
+    )
+    require(
+        not of_this_run,
+        f'load_from {load_from}: no checkpoint of a run is there to resume from. '
+        'Correct the path; for a new run with these weights give a run_name, '
+        'or leave resume out'
+    )
     return _new_start(v, c, run_dir)
 
 # %% ../../nbs/62_runs.start.ipynb #e5a10008
 def _with_sizes(v:VLMConfig, start:Start)->VLMConfig:
-    """The model with the sizes of the weights that a start begins with, where they were not given; a
+    """Returns the model with the sizes of the weights that a start begins with, where they were not given; a
     UsageError where another size was given. A run that resumes has its own, and `_check_resume` compares."""
     kind = start.kind
-    every = {f.name for f in fields(VLMConfig)}
-    follow = dict[str,Any]()
+    all_fields = {f.name for f in fields(VLMConfig)}
+    changes:dict[str,Any] = {}
     if kind=='resume':
         saved = start.state['configs']['vlm']
-        free = every-v.given-OF_RUN
-        return evolve(
-            v,
-            **{
-                n:value
-                for n,value in saved.items()
-                if n in free and value!=getattr(v, n)
-            }
-        )
-    sources = dict[str,dict]()
+        free = all_fields-v.given-OF_RUN
+        for name,value in saved.items():
+            if name in free and value!=getattr(v, name): changes[name] = value
+        return evolve(v, **changes)
+    sources:dict[str,dict] = {} # where the weights lie -> the fields that they have
     if kind=='checkpoint' and type(v) is VLMConfig: # a class of one's own knows what it is
         sources = {start.path:asdict(checkpoint_config(start.path))}
-    if kind in ('backbones','file') and not every<=v.given:
+    if kind in ('backbones','file') and not all_fields<=v.given:
         sources = backbone_fields(evolve(v, lm_model_type=None) if kind=='file' else v)
     for source,values in sources.items():
-        for n in sorted(v.given&values.keys()-OF_RUN-BESIDE_WEIGHTS):
+        for name in sorted(v.given&values.keys()-OF_RUN-BESIDE_WEIGHTS):
             require(
-                getattr(v, n)==values[n],
-                f'{n} is {getattr(v, n)!r}, but {source} was trained with '
-                f'{values[n]!r}: leave {n} out, its weights are another model'
+                getattr(v, name)==values[name],
+                f'{name} is {getattr(v, name)!r}, but {source} was trained with '
+                f'{values[name]!r}: leave {name} out, its weights are another model'
             )
-        follow |= {n:value for n,value in values.items() if n not in v.given|OF_RUN}
-    if kind=='checkpoint' and 'lm_tokenizer' in follow:
+        for name,value in values.items():
+            if name not in v.given|OF_RUN: changes[name] = value
+    if kind=='checkpoint' and 'lm_tokenizer' in changes:
         folder = resolve_checkpoint(start.path, False)
-        follow['lm_tokenizer'] = find_tokenizer(folder, follow['lm_tokenizer'])
-    return evolve(v, **follow)
+        changes['lm_tokenizer'] = find_tokenizer(folder, changes['lm_tokenizer'])
+    return evolve(v, **changes)
 
 # %% ../../nbs/62_runs.start.ipynb #733c317e
 _TEXT = 128 # tokens of a sample that are kept for text
 
-def _fitting(v:VLMConfig, length:int)->tuple[str,int]: # `max_sample_length`; field and value
+def _fitting(
+    v:VLMConfig,
+    length:int, # `max_sample_length`
+)->tuple[str,int]: # field and value
     "Returns the largest size of pictures of which one fits into a sample, up to the configured one."
     room = length-_TEXT
     if v.native:
         return 'max_pixels',max(room*v.vit_img_size**2, v.min_pixels)
-    side = v.max_img_size//v.vit_img_size
+    side = v.max_img_size//v.vit_img_size # in tiles
     while side>1 and (side*side+1)*(v.mp_image_token_length+4)>room:
         side -= 1 # 4 tokens announce a tile
     return 'max_img_size',side*v.vit_img_size
 
 # %% ../../nbs/62_runs.start.ipynb #e5a1000a
-def _announced(v, c):
-    "Where a start will begin; of a new run its directory is not looked at."
+def _expected_start(v, c):
+    "Returns where a start will begin; of a new run its directory is not looked at."
     run_dir = run_path(**v.to_dict()|c.to_dict()) if c.resume else None
     return start_of(run_dir, v, c)
 
-def resolve_start(v:VLMConfig, c:TrainConfig, world_size:int=1, start:Start|None=None, # where it begins
-)->tuple[VLMConfig,TrainConfig,list[str]]:
-    """Resolves the given settings to the configurations of model and run that will run, and lines for the log
-    about what is not as it was given. A UsageError where it does not fit together."""
-    if start is None: start = _announced(v, c)
-    require(not c.lora_rank or start.kind in ('resume','checkpoint','named'),
-        f'lora_rank {c.lora_rank}: adapters stand beside the weights of a checkpoint that is trained '
-        'already; give load_from, a checkpoint (a directory, a run, or a hub id)')
-    lines = list[str]()
+def resolve_start(
+    v:VLMConfig,
+    c:TrainConfig,
+    world_size:int=1, # ranks
+    start:Start|None=None, # where it begins; None: as the settings say
+)->tuple[VLMConfig,TrainConfig,list[str]]: # what will run, and lines for the log
+    """Resolves the given settings to the configurations of model and run; the lines say what is not as it was
+    given. A UsageError where it does not fit together."""
+    if start is None: start = _expected_start(v, c)
+    require(
+        not c.lora_rank or start.kind in ('resume','checkpoint','named'),
+        f'lora_rank {c.lora_rank}: adapters stand beside the weights of a checkpoint '
+        'that is trained already; give load_from, a checkpoint '
+        '(a directory, a run, or a hub id)'
+    )
+    lines:list[str] = []
     sized = _with_sizes(v, start)
-    moved = [f.name for f in fields(v) if getattr(sized, f.name)!=getattr(v, f.name)]
-    if moved:
-        lines.append(f"from the files that the run begins with: {', '.join(moved)}")
-    if moved and start.kind=='backbones':
-        lines.append('a tile has {0} x {0} pixels, {1} x {1} patches and {2} image tokens'.format(
-            sized.vit_img_size, sized.patches_per_side, sized.mp_image_token_length))
-    name,size = _fitting(sized, c.max_sample_length)
-    if start.kind in ('checkpoint','backbones') and name not in v.given and size<getattr(sized, name):
-        sized = evolve(sized, **{name:size})
-        lines.append(f'{name} is {size}, so that a picture and {_TEXT} tokens of text fit into '
-            f'max_sample_length {c.max_sample_length}: raise that, and lm_max_length, for more detail')
-    alone = c.projector_steps
-    if alone:
-        lines.append(f'projector_steps {alone:g}: the projector begins alone, the backbones follow')
+    changed = [f.name for f in fields(v) if getattr(sized, f.name)!=getattr(v, f.name)]
+    if changed:
+        lines.append(f"from the files that the run begins with: {', '.join(changed)}")
+    if changed and start.kind=='backbones':
+        pixels = sized.vit_img_size
+        patches = sized.patches_per_side
+        lines.append(
+            f'a tile has {pixels} x {pixels} pixels, {patches} x {patches} patches '
+            f'and {sized.mp_image_token_length} image tokens'
+        )
+    name,largest = _fitting(sized, c.max_sample_length)
+    chosen = start.kind in ('checkpoint','backbones') and name not in v.given
+    if chosen and largest<getattr(sized, name):
+        sized = evolve(sized, **{name:largest})
+        lines.append(
+            f'{name} is {largest}, so that a picture and {_TEXT} tokens of text fit '
+            f'into max_sample_length {c.max_sample_length}: '
+            'raise that, and lm_max_length, for more detail'
+        )
+    if c.projector_steps:
+        lines.append(
+            f'projector_steps {c.projector_steps:g}: the projector begins alone, '
+            'the backbones follow'
+        )
     if c.deepspeed_config:
         c,translated = read_deepspeed(c.deepspeed_config, c, world_size)
         lines += translated
     check_configs(sized, c)
     if start.kind=='checkpoint' and c.resume_from_vlm_checkpoint:
         return evolve(sized, vlm_checkpoint_path=start.path),c,lines
-    begun = c.load_from # where the run begins, or began: of a run that was named, its checkpoint
-    if start.kind=='checkpoint': begun = start.path
+    load_from = c.load_from # where the run begins, or began
+    if start.kind=='checkpoint':
+        load_from = start.path # of a run that was named, its checkpoint
     if start.kind=='file':
-        begun = str(pth_path(start.path, sized))
+        load_from = str(pth_path(start.path, sized))
     if start.kind=='resume':
-        begun = start.state['configs']['train'].get('load_from')
-    if begun!=c.load_from: c = evolve(c, load_from=begun)
+        load_from = start.state['configs']['train'].get('load_from')
+    if load_from!=c.load_from: c = evolve(c, load_from=load_from)
     return sized,c,lines
 
 # %% ../../nbs/62_runs.start.ipynb #e5a10011
-def foresee_start(v:VLMConfig, c:TrainConfig, world_size:int=1,
+def foresee_start(
+    v:VLMConfig,
+    c:TrainConfig,
+    world_size:int=1, # ranks
 )->tuple[Start,VLMConfig,TrainConfig,list[str]]: # where it begins, and as `resolve_start`
-    "What a start will be; where files that the model names cannot be read, sizes are as they were given."
-    start = _announced(v, c)
+    "Returns what a start will be; where files that the model names cannot be read, sizes are as they were given."
+    start = _expected_start(v, c)
     try: return start,*resolve_start(v, c, world_size, start)
     except FileNotFoundError as e:
         if start.path==v.lm_model_type: kind = 'named'

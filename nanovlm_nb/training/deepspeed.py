@@ -15,7 +15,10 @@ from ..core.usage import require,UsageError,user_path
 from ..core.config import evolve,TrainConfig
 
 # %% ../../nbs/46_training.deepspeed.ipynb #1eb1084d
-def flatten(section:dict, prefix:str='')->dict: # nested as in the file; keys of the sections around it
+def flatten(
+    section:dict, # nested as in the file
+    prefix:str='', # keys of the sections around it, each with a dot
+)->dict:
     "Returns dotted keys and their values, without those that are `auto`."
     entries = {}
     for key,value in section.items():
@@ -27,17 +30,21 @@ def flatten(section:dict, prefix:str='')->dict: # nested as in the file; keys of
 # %% ../../nbs/46_training.deepspeed.ipynb #fed90c4a
 ZERO = 'zero_optimization.'
 PARAMS = 'optimizer.params.'
-_PLACES = {'cpu':True, 'none':False}
+_IS_CPU = {'cpu':True, 'none':False}
 SWITCH = {True:True, False:False}
 # entry -> its field, and what its values mean there; None: the same
 EQUAL:dict[str,tuple[str,dict|None]] = {ZERO+'cpu_offload':('offload_optimizer', SWITCH), # an older name
-    ZERO+'offload_optimizer.device':('offload_optimizer', _PLACES),
-    ZERO+'offload_param.device':('offload_params', _PLACES),
+    ZERO+'offload_optimizer.device':('offload_optimizer', _IS_CPU),
+    ZERO+'offload_param.device':('offload_params', _IS_CPU),
     PARAMS+'betas':('betas', None),
     ZERO+'stage':('sharding', {0:'ddp', 1:'zero2', 2:'zero2', 3:'zero3'}),
     PARAMS+'weight_decay':('weight_decay', None)}
 
-def _take(flat:dict, key:str, values:dict|None=None)->Any: # what its values mean; None: no entry
+def _take(
+    flat:dict, # from `flatten`
+    key:str,
+    values:dict|None=None, # value of the file -> ours; None: the same
+)->Any: # None: there is no such entry
     "Removes an entry and returns what it means; a UsageError if `values` does not have it."
     value = flat.pop(key, None)
     if value is None or values is None: return value
@@ -50,8 +57,12 @@ def _take(flat:dict, key:str, values:dict|None=None)->Any: # what its values mea
 # %% ../../nbs/46_training.deepspeed.ipynb #e63f88b5
 BATCH = 'train_batch_size','train_micro_batch_size_per_gpu','gradient_accumulation_steps'
 
-def batch_sizes(flat:dict, train_cfg:TrainConfig, world_size:int)->dict: # see `flatten`; defaults; ranks
-    "Returns packs of a micro-batch and micro-batches of an update: field -> value and entry."
+def batch_sizes(
+    flat:dict, # from `flatten`
+    train_cfg:TrainConfig, # what the file leaves open
+    world_size:int, # ranks
+)->dict: # field -> its value, and the entry that says so
+    "Returns packs of a micro-batch and micro-batches of an update."
     entries = [_take(flat, name) for name in BATCH]
     for name,value in zip(BATCH, entries):
         require(
@@ -74,19 +85,25 @@ def batch_sizes(flat:dict, train_cfg:TrainConfig, world_size:int)->dict: # see `
 # %% ../../nbs/46_training.deepspeed.ipynb #e5671857
 HALF = dict(bfloat16='bf16.enabled', float16='fp16.enabled')
 
-def precision(flat:dict)->dict: # from `flatten`; field -> value and entry
+def precision(
+    flat:dict, # from `flatten`
+)->dict: # field -> its value, and the entry that says so
     "Returns `dtype`, if the file says something about it."
-    on = {kind:_take(flat, key, SWITCH) for kind,key in HALF.items()}
+    enabled = {kind:_take(flat, key, SWITCH) for kind,key in HALF.items()}
     require(
-        not all(on.values()), 'bf16.enabled and fp16.enabled are both true: choose one'
+        not all(enabled.values()),
+        'bf16.enabled and fp16.enabled are both true: choose one'
     )
-    if {*on.values()}=={None}: return {}
+    if {*enabled.values()}=={None}: return {} # the file has neither
     for kind,key in HALF.items():
-        if on[kind]: return dict(dtype=(kind, key))
+        if enabled[kind]: return dict(dtype=(kind, key))
     return dict(dtype=('float32', ' and '.join(HALF.values())))
 
 # %% ../../nbs/46_training.deepspeed.ipynb #9b022df3
-def optimizer(flat:dict, train_cfg:TrainConfig)->dict: # see `flatten`; field -> value and entry
+def optimizer(
+    flat:dict, # from `flatten`
+    train_cfg:TrainConfig, # which parts train
+)->dict: # field -> its value, and the entry that says so
     "Returns the learning rates."
     kind = _take(flat, 'optimizer.type') or 'AdamW'
     mode = flat.pop(PARAMS+'adam_w_mode', True)
@@ -95,9 +112,9 @@ def optimizer(flat:dict, train_cfg:TrainConfig)->dict: # see `flatten`; field ->
         'give AdamW, or leave out the section')
     lr = _take(flat, PARAMS+'lr')
     components = 'lr_mp','lr_vision_backbone','lr_language_backbone','lr_backbones'
-    train = [name for name in components if getattr(train_cfg, name)]
-    if train_cfg.lora_rank: train = ['lr_lora']
-    return {} if lr is None else dict.fromkeys(train, (lr, PARAMS+'lr'))
+    rates = [name for name in components if getattr(train_cfg, name)]
+    if train_cfg.lora_rank: rates = ['lr_lora']
+    return {} if lr is None else dict.fromkeys(rates, (lr, PARAMS+'lr'))
 
 # %% ../../nbs/46_training.deepspeed.ipynb #3f3f1d8b
 ALWAYS = {
@@ -112,23 +129,25 @@ ALWAYS = {
 
 def _leftovers(flat:dict)->list[str]: # what no translation has used
     "Returns lines for the log about what has no equivalent."
-    always = [k for k in flat if k in ALWAYS]
-    unused = (False,'auto',None)
+    always = [key for key in flat if key in ALWAYS]
+    without_effect = (False,'auto',None)
     kinds = {
         'with zero2 and zero3 always so, nothing to set':always,
         'cannot be switched off':[key for key in always if flat[key] is False],
         'no equivalent, left out':[
-            key for key in flat if key not in ALWAYS and flat[key] not in unused
+            key for key in flat if key not in ALWAYS and flat[key] not in without_effect
         ]
     }
     return [f"{what}: {', '.join(keys)}" for what,keys in kinds.items() if keys]
 
 # %% ../../nbs/46_training.deepspeed.ipynb #12682eb8
 def _translate(
-    settings:dict, train_cfg:TrainConfig, world_size:int, # nested as in the file; the run without it; ranks
+    settings:dict, # nested as in the file
+    train_cfg:TrainConfig, # the run without them
+    world_size:int, # ranks
 )->tuple[TrainConfig,list[str]]: # the run with it; lines for the log
     "Returns the run with DeepSpeed's settings."
-    # its older name
+    # an older name of bf16
     flat = flatten({'bf16' if k=='bfloat16' else k:v for k,v in settings.items()})
     clip = _take(flat, 'gradient_clipping')
     fields:dict[str,Any] = {}
@@ -142,15 +161,17 @@ def _translate(
     changed = {}
     lines = []
     for field,(value,key) in fields.items():
-        before = getattr(train_cfg, field)
-        if before==value: continue
+        default = getattr(train_cfg, field)
+        if default==value: continue
         changed[field] = value
-        lines.append(f'{field} {before} -> {value} ({key})')
+        lines.append(f'{field} {default} -> {value} ({key})')
     return evolve(train_cfg, **changed),lines+_leftovers(flat)
 
 # %% ../../nbs/46_training.deepspeed.ipynb #9e50fa88
 def read_deepspeed(
-    path:str|Path, train_cfg:TrainConfig, world_size:int, # a DeepSpeed JSON file; the run without it; ranks
+    path:str|Path, # a DeepSpeed JSON file
+    train_cfg:TrainConfig, # the run without it
+    world_size:int, # ranks
 )->tuple[TrainConfig,list[str]]: # the run with it; lines for the log
     "Returns the run with the settings of a file, which win over its own."
     try:

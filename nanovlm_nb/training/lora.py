@@ -33,27 +33,38 @@ from ..model.flops import COMPONENTS
 from .precision import amp_dtype
 
 # %% ../../nbs/51_training.lora.ipynb #10ad480c
-def _named(layer, target):
+def _is_target(layer, target):
+    # dots around both: a target is whole parts of a name
     return fnmatchcase(f'.{layer}.', f'*.{target}.*')
 
 # %% ../../nbs/51_training.lora.ipynb #bff9a8cc
-def _lora_layers(model:nn.Module, targets:Sequence[str])->list[str]: # parts of names; `*` matches anything
-    "Returns the linear layers that targets name, in the model's order; a UsageError for one that names none."
+def _lora_layers(
+    model:nn.Module,
+    targets:Sequence[str], # parts of names; `*` matches anything
+)->list[str]: # in the model's order
+    "Returns the linear layers that targets name; a UsageError for one that names none."
     linear = []
     for name,layer in model.named_modules():
         inside = name.split('.')[0] in COMPONENTS and name!='decoder.head'
         if inside and isinstance(layer, nn.Linear):
             linear.append(name)
     for target in targets:
-        require(any(_named(name, target) for name in linear),
+        require(any(_is_target(name, target) for name in linear),
             f'lora_targets names {target!r}, and no linear layer of this model is called so: '
             f'give a part of a name such as {linear[0]} or {linear[-1]}')
-    return [name for name in linear if any(_named(name, target) for target in targets)]
+    return [
+        name
+        for name in linear
+        if any(_is_target(name, target) for target in targets)
+    ]
 
 # %% ../../nbs/51_training.lora.ipynb #10ad480f
 def add_adapters(
-    model:Any, rank:int, alpha:float|None=None, # changed in place; adapters are scaled by alpha/rank
-    targets:Sequence[str]=('decoder',), base:dict[str,str]|None=None, # `path` and `sha256` of the model
+    model:Any, # changed in place
+    rank:int,
+    alpha:float|None=None, # adapters are scaled by alpha/rank; None: by 2
+    targets:Sequence[str]=('decoder',),
+    base:dict[str,str]|None=None, # `path` and `sha256` of the model; None: they will follow
 )->list[str]: # names of the layers
     "Puts an adapter beside every layer that targets name, see `_lora_layers`."
     require(
@@ -63,10 +74,10 @@ def add_adapters(
     from peft import LoraConfig,inject_adapter_in_model
     if alpha is None: alpha = 2.*rank
     names = _lora_layers(model, targets)
-    how:dict[str,Any] = dict(
+    config:dict[str,Any] = dict(
         r=rank, lora_alpha=alpha, target_modules='|'.join(map(re.escape, names))
     )
-    inject_adapter_in_model(LoraConfig(**how), model)
+    inject_adapter_in_model(LoraConfig(**config), model)
     model.lora_note = dict(rank=rank, alpha=alpha, targets=[*targets], base=base,
         new_parts=[*getattr(model, 'new_parts', ())], # train completely, and are saved with the adapters
         without=[] if HEAD in model.state_dict() else [HEAD]) # of the base, what the model has no place for
@@ -74,7 +85,10 @@ def add_adapters(
 
 # %% ../../nbs/51_training.lora.ipynb #10ad4832
 @torch.no_grad()
-def lower_base(model:Any, dtype:torch.dtype)->None: # with adapters, changed in place; of matrix products
+def lower_base(
+    model:Any, # with adapters, changed in place
+    dtype:torch.dtype, # of matrix products
+)->None:
     "Keeps the linear layers that do not train in bfloat16, if products read them so."
     if dtype!=torch.bfloat16: return
     table = model.decoder.token_embedding.weight # it may be the head's, too
@@ -85,9 +99,13 @@ def lower_base(model:Any, dtype:torch.dtype)->None: # with adapters, changed in 
             if p is not table: p.data = p.data.to(dtype)
 
 # %% ../../nbs/51_training.lora.ipynb #10ad4820
-def adapt(model:nn.Module, train_cfg:TrainConfig, weights:str|None, # None: they will follow
-    device:torch.device=torch.device('cpu'))->None: # that will train it
-    "Puts a run's adapters on its model, which was read from the checkpoint `weights`."
+def adapt(
+    model:nn.Module,
+    train_cfg:TrainConfig,
+    weights:str|None, # checkpoint that the model was read from; None: they will follow
+    device:torch.device=torch.device('cpu'), # that will train it
+)->None:
+    "Puts a run's adapters on its model."
     base = None
     if weights is not None:
         path = str(Path(weights).resolve()) if Path(weights).is_dir() else weights
@@ -97,32 +115,36 @@ def adapt(model:nn.Module, train_cfg:TrainConfig, weights:str|None, # None: they
     )
     if getattr(model, 'unread', None):
         model.unread = beside_adapters(model.unread, names)
-    seen = [name for name in names if name.startswith('vision_encoder')]
+    in_tower = [name for name in names if name.startswith('vision_encoder')]
     require(
-        not train_cfg.cache_features or not seen,
-        f'cache_features and an adapter on {"".join(seen[:1])}: its features change '
+        not train_cfg.cache_features or not in_tower,
+        # the first; the text is made even where there is none
+        f'cache_features and an adapter on {"".join(in_tower[:1])}: its features change '
         'with every update, leave cache_features out or the tower out of lora_targets'
     )
     lower_base(model, amp_dtype(device, train_cfg.dtype))
 
 # %% ../../nbs/51_training.lora.ipynb #10ad4821
-def keep_base(run_dir:Path, base:dict[str,str])->dict[str,str]: # see `adapt`; the same, kept in the run
+def keep_base(
+    run_dir:Path,
+    base:dict[str,str], # see `add_adapters`
+)->dict[str,str]: # the same, kept in the run
     "Links or copies what adapters stand on into their run, so that it outlives the run that made it."
-    made = Path(base['path'])
+    original = Path(base['path'])
     kept = Path(run_dir)/'base'
-    if not made.is_dir() or made==kept.resolve():
+    if not original.is_dir() or original==kept.resolve():
         return base # of the hub, or kept already
     if kept.exists():
         require(
             kept.is_dir() and base_digest(kept)==base['sha256'],
-            f'{kept} is not the model {made} on which the adapters stand: '
+            f'{kept} is not the model {original} on which the adapters stand: '
             'move it elsewhere, or give another run_name'
         )
     else:
         tmp = kept.with_name(kept.name+TMP)
         remove(tmp)
         tmp.mkdir()
-        for file in made.iterdir():
+        for file in original.iterdir():
             if file.suffix not in READ_BY_LOADERS or file.name==MANIFEST:
                 continue
             try:
@@ -145,10 +167,10 @@ def _raise_base(model):
         p.data = state[name].to(p.device, torch.float32)
 
 # %% ../../nbs/51_training.lora.ipynb #7b0af0ae
-def merge_adapters(model:Any)->Any: # with adapters, or without; changed in place
+def merge_adapters(model:Any)->Any: # with adapters or without, changed in place
     "Returns the model, its adapters added to their matrices and taken off."
     _raise_base(model)
-    for name,layer in [*model.named_modules()]: # it changes
+    for name,layer in [*model.named_modules()]: # a list, since the model changes
         if not hasattr(layer, 'lora_A'): continue
         layer.merge()
         model.set_submodule(name, layer.get_base_layer())
@@ -160,7 +182,7 @@ PEFT_CONFIG = 'adapter_config.json'
 PEFT_WEIGHTS = 'adapter_model.safetensors'
 
 def _pairs(name, cfg):
-    "The names of adapters in peft's file that stand beside a weight of ours, a pair for each layer there."
+    "Returns the names of adapters in peft's file that stand beside a weight of ours, a pair for each layer there."
     pairs = []
     for their in smolvlm_names(name, cfg):
         layer = 'base_model.model.'+their.removesuffix('.weight')
@@ -168,7 +190,10 @@ def _pairs(name, cfg):
     return pairs
 
 # %% ../../nbs/51_training.lora.ipynb #6cf049c5
-def save_peft(model:VisionLanguageModel, folder:str|Path)->None: # with adapters, see `read_adapted`
+def save_peft(
+    model:VisionLanguageModel, # with adapters, see `read_adapted`
+    folder:str|Path,
+)->None:
     "Writes adapters for peft."
     from peft import LoraConfig
     state = model.state_dict()
@@ -196,20 +221,22 @@ def save_peft(model:VisionLanguageModel, folder:str|Path)->None: # with adapters
     )
     with written_at_once(folder) as tmp:
         config.save_pretrained(str(tmp))
-        # one for each of a fused matrix
+        # layers of a fused matrix share a tensor, and a file has one for each
         copies = {k:w.detach().cpu().clone() for k,w in tensors.items()}
         save_file(copies, tmp/PEFT_WEIGHTS, metadata=dict(format='pt'))
 
 # %% ../../nbs/51_training.lora.ipynb #10ad4822
 def _filled(model, state, folder, base):
-    "The model with these weights, in eval mode, and the tokenizer of its base."
+    "Returns the model with these weights, in eval mode, and the tokenizer of its base."
     load_weights(model, state, str(folder))
     model.folder = Path(folder)
     model.tokenizer_source = find_tokenizer(base, model.cfg.lm_tokenizer)
     return model.eval()
 
 # %% ../../nbs/51_training.lora.ipynb #788e24c0
-def read_adapted(folder:Path)->VisionLanguageModel: # a checkpoint of adapters; unmerged, in eval mode
+def read_adapted(
+    folder:Path, # a checkpoint of adapters
+)->VisionLanguageModel: # unmerged, in eval mode
     "Returns a model with its adapters on, as it was trained."
     note = noted_base(folder)
     cfg,state = checkpoint_weights(folder, merge=False)
@@ -224,7 +251,7 @@ READ = {*'''r lora_alpha use_rslora target_modules exclude_modules layers_to_tra
     base_model_name_or_path'''.split()}
 
 def _plain_lora(folder):
-    "The configuration of peft's adapters; a UsageError if they are more than a difference of low rank."
+    "Returns the configuration of peft's adapters; a UsageError if they are more than a difference of low rank."
     require(
         find_spec('peft'),
         'adapters need the package peft: pip install nanovlm_nb[lora]'
@@ -236,18 +263,19 @@ def _plain_lora(folder):
         isinstance(config, LoraConfig),
         f'{folder} has adapters of kind {config.peft_type}: only LORA is read here'
     )
-    begun = True,False,'gaussian','orthogonal' # ways to begin that leave the base alone
+    harmless = True,False,'gaussian','orthogonal' # they leave the base alone
     values = config.to_dict()
-    if values['init_lora_weights'] in begun:
+    if values['init_lora_weights'] in harmless:
         del values['init_lora_weights']
-    odd = [
+    unusual = [
         f'{name} {value!r}'
         for name,value in values.items()
         if name not in READ and (value or usual.get(name))!=usual.get(name)
-    ]
+    ] # an empty value is as good as the usual one
     require(
-        not odd,
-        f'{folder} has {"".join(odd[:1])}, which is not read here: '
+        not unusual,
+        # the first; the text is made even where there is none
+        f'{folder} has {"".join(unusual[:1])}, which is not read here: '
         'merge it with peft (merge_and_unload), and take that model'
     )
     require(
@@ -271,14 +299,16 @@ def _merge_peft(state, theirs, scale, cfg):
         state[name] = torch.cat(parts)
 
 # %% ../../nbs/51_training.lora.ipynb #794c4ef7
-def read_peft(folder:str|Path)->VisionLanguageModel: # of peft; merged, in eval mode
+def read_peft(
+    folder:str|Path, # of peft
+)->VisionLanguageModel: # merged, in eval mode
     "Returns a model with peft's adapters added to it; the base is a SmolVLM or Idefics3, or one of ours."
     config = _plain_lora(folder)
     base = resolve_checkpoint(config.base_model_name_or_path)
     cfg,state = checkpoint_weights(base)
-    read = read_file(Path(folder)/PEFT_WEIGHTS).items()
-    # which peft may save beside
-    theirs = {k:w.float() for k,w in read if '.base_layer.' not in k}
+    tensors = read_file(Path(folder)/PEFT_WEIGHTS).items()
+    # peft may save layers of the base beside adapters
+    theirs = {k:w.float() for k,w in tensors if '.base_layer.' not in k}
     if any('lm_head' in k for k in theirs):
         cfg = evolve(cfg, lm_tie_weights=False)
     rank = config.r

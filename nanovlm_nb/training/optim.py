@@ -30,11 +30,11 @@ def _component_lrs(train_cfg:TrainConfig)->dict[str,float]: # component -> peak 
 def training_groups(model:nn.Module, train_cfg:TrainConfig)->list[dict]: # with `name` and `max_lr`
     """Returns groups for an optimizer; what is in none is frozen. Beside `MP`, `vision_encoder` and `decoder`
     a model may name `new_parts`, which train like the projector, as new as they are, also beside adapters."""
-    last_blocks = train_cfg.language_last_blocks
+    last_blocks = train_cfg.language_last_blocks # their number; None: all train
     lrs = dict(lora=train_cfg.lr_lora) if train_cfg.lora_rank else _component_lrs(train_cfg)
     lrs |= {name:train_cfg.lr_mp for name in getattr(model, 'new_parts', ())}
     require(any(lrs.values()), f'every learning rate is 0 ({lrs}): nothing would train')
-    last:set[Tensor]|None = None
+    trained_last:set[Tensor]|None = None
     if last_blocks:
         blocks = model.decoder.blocks
         require(
@@ -42,7 +42,7 @@ def training_groups(model:nn.Module, train_cfg:TrainConfig)->list[dict]: # with 
             f'language_last_blocks is {last_blocks}, but the language model '
             f'has {len(blocks)} blocks: give fewer, or None to train all of it'
         )
-        last = set().union(*(block.parameters() for block in blocks[-last_blocks:]))
+        trained_last = set().union(*(b.parameters() for b in blocks[-last_blocks:]))
     groups:dict[str,dict] = {}
     for name,lr in lrs.items():
         if lr>0:
@@ -50,7 +50,8 @@ def training_groups(model:nn.Module, train_cfg:TrainConfig)->list[dict]: # with 
     for name,p in model.named_parameters():
         part = 'lora' if is_adapter(name) else name.partition('.')[0]
         p.requires_grad_(
-            part in groups and (last is None or part!='decoder' or p in last)
+            part in groups
+            and (trained_last is None or part!='decoder' or p in trained_last)
         )
         if p.requires_grad: groups[part]['params'].append(p)
     model.train()
@@ -71,8 +72,10 @@ def adapter_sizes(model:nn.Module)->dict[str,int]: # components without adapters
     return sizes_of
 
 # %% ../../nbs/43_training.optim.ipynb #c59c6b1a
-def make_optimizer(model:nn.Module, train_cfg:TrainConfig, # see `training_groups`
-    kind:type=torch.optim.AdamW, # its class
+def make_optimizer(
+    model:nn.Module,
+    train_cfg:TrainConfig, # see `training_groups`
+    kind:type=torch.optim.AdamW, # class of the optimizer
 )->torch.optim.Optimizer:
     "Returns AdamW over the components that train."
     groups = training_groups(model, train_cfg)
@@ -87,13 +90,18 @@ def make_optimizer(model:nn.Module, train_cfg:TrainConfig, # see `training_group
 # %% ../../nbs/43_training.optim.ipynb #fc084759
 def trainable_line(model:nn.Module, optimizer:torch.optim.Optimizer)->str: # `trainable: 0.2 M of 1 M ...`
     "Returns how many millions of parameters train."
-    def size(params): return sum(p.numel() for p in params)/1e6
-    groups = [(group['name'],size(group['params'])) for group in optimizer.param_groups]
+    def millions(params): return sum(p.numel() for p in params)/1e6
+    groups = [
+        (group['name'], millions(group['params'])) for group in optimizer.param_groups
+    ]
     each = ', '.join(f'{name} {n:.3f}' for name,n in groups)
-    return f'trainable: {sum(n for _,n in groups):.3f} M of {size(model.parameters()):.3f} M ({each})'
+    trained = sum(n for _,n in groups)
+    return f'trainable: {trained:.3f} M of {millions(model.parameters()):.3f} M ({each})'
 
 # %% ../../nbs/43_training.optim.ipynb #46ac9e51
-def training_parts(train:dict)->dict[str,str]: # fields of a `TrainConfig`; component -> what of it trains
+def training_parts(
+    train:dict, # fields of a `TrainConfig`
+)->dict[str,str]: # component -> what of it trains
     "Returns which parts of the model a run trains; missing fields have their default."
     cfg = TrainConfig(**train)
     if cfg.lora_rank:
@@ -106,19 +114,24 @@ def training_parts(train:dict)->dict[str,str]: # fields of a `TrainConfig`; comp
     }
 
 # %% ../../nbs/43_training.optim.ipynb #6521a191
-def set_lrs(optimizer:torch.optim.Optimizer, schedule:Callable|dict[str,Callable], # or one by group
-    step:float, max_steps:float, *, alone:float=0., # updates before, in all; see `projector_steps`
+def set_lrs(
+    optimizer:torch.optim.Optimizer,
+    schedule:Callable|dict[str,Callable], # of all groups, or one for each name of a group
+    step:float, # updates done before this one
+    max_steps:float, # updates in all
+    *,
+    alone:float=0., # updates, or share of them, in which the projector trains alone
 )->dict[str,float]: # `lr_MP`, `lr_decoder` ...
     """Gives every group its rate for an update, 0 to backbones while the projector trains alone; a UsageError
     if a schedule, which may be a user's, gives none."""
     for group in optimizer.param_groups:
-        rates = schedule[group['name']] if isinstance(schedule, dict) else schedule
-        wait:float = 0
+        rate = schedule[group['name']] if isinstance(schedule, dict) else schedule
+        wait:float = 0 # updates before this group begins
         if alone and group['name'].startswith(('vision_encoder','decoder')):
             wait = alone if alone>=1 else alone*max_steps
-        lr = rates(step-wait, group['max_lr'], max_steps-wait) if step>=wait else 0.
+        lr = rate(step-wait, group['max_lr'], max_steps-wait) if step>=wait else 0.
         require(isinstance(lr, (Real,Tensor)) and 0<=float(lr)<math.inf, 'the schedule '
-            f'{getattr(rates, "__name__", rates)} returned {lr!r} for step {step} of {max_steps}: '
+            f'{getattr(rate, "__name__", rate)} returned {lr!r} for step {step} of {max_steps}: '
             'it must return a learning rate, 0 or more')
         group['lr'] = float(lr)
     return {f"lr_{group['name']}":group['lr'] for group in optimizer.param_groups}
@@ -146,7 +159,10 @@ class ChainedOptimizer(torch.optim.Optimizer):
         for part in self.parts: part.step()
 
 # %% ../../nbs/43_training.optim.ipynb #f346c9f3
-def clip_gradients(params:Iterable[Tensor], max_norm:float|None)->Tensor: # None measures only; a scalar
+def clip_gradients(
+    params:Iterable[Tensor],
+    max_norm:float|None, # None: only measure
+)->Tensor: # scalar
     "Scales gradients down to `max_norm` if their common norm is larger, and returns the norm before."
     norm = nn.utils.clip_grad_norm_(params, math.inf if max_norm is None else max_norm)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm

@@ -23,7 +23,10 @@ def cpu_has_bfloat16()->bool: # else a product takes many times as long as in fl
     "Returns whether PyTorch has bfloat16 kernels for this processor."
     return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
-def amp_dtype(device:torch.device, name:str='auto')->torch.dtype: # 'auto', 'bfloat16', 'float16' or 'float32'
+def amp_dtype(
+    device:torch.device,
+    name:str='auto', # or 'bfloat16', 'float16', 'float32'
+)->torch.dtype:
     "Returns a precision; 'auto': bfloat16 where it is fast, else float32 on a CPU and float16 elsewhere."
     if name!='auto': return getattr(torch, name)
     if device.type=='cpu':
@@ -33,7 +36,7 @@ def amp_dtype(device:torch.device, name:str='auto')->torch.dtype: # 'auto', 'bfl
     return torch.float16
 
 # %% ../../nbs/44_training.precision.ipynb #b3ed54a7
-def autocast(device:torch.device, dtype:torch.dtype): # a `with` block
+def autocast(device:torch.device, dtype:torch.dtype): # for a `with` statement
     "Returns mixed precision for the forward pass; nothing for float32, and on a device without it."
     known = torch.amp.is_autocast_available(device.type)
     if not known or dtype==torch.float32: return nullcontext()
@@ -61,16 +64,21 @@ def _for_any_number_of_tiles(forward, x, *args):
     return forward(x, *args)
 
 # %% ../../nbs/44_training.precision.ipynb #67a6f80c
-def compile_blocks(model:nn.Module, **kwargs)->int: # of `torch.compile`, e.g. `backend`; compiled modules
+def compile_blocks(
+    model:nn.Module,
+    **kwargs, # of `torch.compile`, e.g. `backend`
+)->int: # compiled modules
     "Compiles the blocks of both towers in place; state-dict keys stay clean."
-    parts:list[Any] = []
+    modules:list[Any] = []
     for block in blocks_of(model):
-        parts += getattr(block.mlp, 'shared', [block])
-    tower = {*model.vision_encoder.modules()}
-    for p in parts:
-        compiled = torch.compile(p.forward, fullgraph=True, **kwargs)
-        p.forward = partial(_for_any_number_of_tiles, compiled) if p in tower else compiled
-    return len(parts)
+        modules += getattr(block.mlp, 'shared', [block]) # of a mixture its shared experts
+    in_tower = {*model.vision_encoder.modules()}
+    for module in modules:
+        forward = torch.compile(module.forward, fullgraph=True, **kwargs)
+        if module in in_tower:
+            forward = partial(_for_any_number_of_tiles, forward)
+        module.forward = forward
+    return len(modules)
 
 # %% ../../nbs/44_training.precision.ipynb #7c0d3a02
 # cuBLAS' variable, and the values with which it repeats itself
@@ -79,10 +87,13 @@ FIXED_SIZES = (':4096:8',':16:8')
 
 # %% ../../nbs/44_training.precision.ipynb #7c0d3a07
 @contextmanager
-def same_bits(kind:str='cpu', compiles:bool=False)->Iterator[None]: # of the device; blocks are compiled
+def same_bits(
+    kind:str='cpu', # of the device
+    compiles:bool=False, # the blocks are compiled
+)->Iterator[None]:
     "While inside, the same run gives the same bits, or an error."
     workspace = os.environ.get(WORKSPACE)
-    use = torch.use_deterministic_algorithms
+    be_deterministic = torch.use_deterministic_algorithms
     require(
         kind in ('cuda','cpu'),
         f'nobody promises the same bits on {kind}: take another device'
@@ -93,9 +104,11 @@ def same_bits(kind:str='cpu', compiles:bool=False)->Iterator[None]: # of the dev
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
     with ExitStack() as stack:
         stack.callback(
-            use, torch.are_deterministic_algorithms_enabled(), warn_only=warns
+            be_deterministic,
+            torch.are_deterministic_algorithms_enabled(),
+            warn_only=warns
         )
-        use(True)
+        be_deterministic(True)
         stack.enter_context(sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]))
         if workspace is None:
             os.environ[WORKSPACE] = FIXED_SIZES[0]

@@ -15,30 +15,45 @@ from ..core.config import load_function
 from ..core.usage import require
 
 # %% ../../nbs/42_training.schedule.ipynb #7580039f
-def warmup(step:float, max_steps:float, # updates done before this one; length of the schedule in updates
+def warmup(
+    step:float, # updates done before this one
+    max_steps:float, # length of the schedule in updates
     ratio:float=0.03, # share of the steps to climb, 0 to 1
 )->float: # factor on the learning rate, above 0 and at most 1
     "Linear climb to 1, never above it."
     return min(1., (step+1)/(ratio*max_steps)) if ratio else 1.
 
 # %% ../../nbs/42_training.schedule.ipynb #ac12de0e
-def warmup_cosine(step:float, max_lr:float, max_steps:float, # updates before this one; highest rate; length
-    warmup_ratio:float=0.03, min_lr_ratio:float=0.1, # share of the steps to climb; final rate / `max_lr`
+def warmup_cosine(
+    step:float, # updates done before this one
+    max_lr:float, # highest rate
+    max_steps:float, # length of the schedule in updates
+    warmup_ratio:float=0.03, # share of the steps to climb
+    min_lr_ratio:float=0.1, # final rate / `max_lr`
 )->float: # learning rate of this update
     "Linear warm-up, cosine to `min_lr_ratio * max_lr`, constant after `max_steps`."
     factor = warmup(step, max_steps, warmup_ratio)
-    climb = warmup_ratio*max_steps
+    climb = warmup_ratio*max_steps # updates
     if step < climb: return max_lr*factor
-    done = min(1., (step-climb)/(max_steps-climb)) if max_steps > climb else 1.
-    return max_lr*(min_lr_ratio + (1-min_lr_ratio)*.5*(1+cos(pi*done)))
+    descended = 1. # share of the descent
+    if max_steps > climb:
+        descended = min(1., (step-climb)/(max_steps-climb))
+    return max_lr*(min_lr_ratio + (1-min_lr_ratio)*.5*(1+cos(pi*descended)))
 
 # %% ../../nbs/42_training.schedule.ipynb #8f2d69aa
-def get_lr(it:float, max_lr:float, max_steps:float)->float: # `it` updates are done before this one
+def get_lr(
+    it:float, # updates done before this one
+    max_lr:float,
+    max_steps:float,
+)->float: # learning rate of this update
     "nanoVLM's schedule: 3 % warm-up, cosine to a tenth."
     return warmup_cosine(it, max_lr, max_steps)
 
 # %% ../../nbs/42_training.schedule.ipynb #1d83278a
-def minimind_lr(step:float, lr:float, total:float, # updates before this one; rate asked for; length
+def minimind_lr(
+    step:float, # updates done before this one
+    lr:float, # highest rate
+    total:float, # length of the schedule in updates
     corrected:bool=True, # False: MiniMind-V's own formula, which starts at 1.1 lr
 )->float: # learning rate of this update
     "MiniMind-V's cosine without warm-up, constant after `total`."
@@ -46,8 +61,12 @@ def minimind_lr(step:float, lr:float, total:float, # updates before this one; ra
     return lr*(.1 + height*(1+cos(pi*min(1., step/total))))
 
 # %% ../../nbs/42_training.schedule.ipynb #bec898ff
-def wsd(step:float, max_lr:float, max_steps:float, # updates done before this one; highest rate; length
-    warmup_ratio:float=0.03, min_lr_ratio:float=0.1, # share of the steps to climb; final rate / `max_lr`
+def wsd(
+    step:float, # updates done before this one
+    max_lr:float, # highest rate
+    max_steps:float, # length of the schedule in updates
+    warmup_ratio:float=0.03, # share of the steps to climb
+    min_lr_ratio:float=0.1, # final rate / `max_lr`
     decay_ratio:float=0.2, # share of the steps to descend
 )->float: # learning rate of this update
     "Linear warm-up, constant, linear descent over the last `decay_ratio` of the steps."
@@ -56,15 +75,20 @@ def wsd(step:float, max_lr:float, max_steps:float, # updates done before this on
         f"decay_ratio {decay_ratio} does not fit beside warmup_ratio "
         f"{warmup_ratio}: together they are at most 1"
     )
-    left = (max_steps-step)/(decay_ratio*max_steps) if decay_ratio else float(step < max_steps)
+    # share of the descent that lies ahead, above 1 before it begins
+    ahead = float(step < max_steps) # without a descent, all of it or nothing
+    if decay_ratio:
+        ahead = (max_steps-step)/(decay_ratio*max_steps)
     return max_lr*min(
         warmup(step, max_steps, warmup_ratio),
-        min_lr_ratio + (1-min_lr_ratio)*min(1., max(0., left))
+        min_lr_ratio + (1-min_lr_ratio)*min(1., max(0., ahead))
     )
 
 # %% ../../nbs/42_training.schedule.ipynb #3466fc79
-def get_schedule(schedule:str|Callable, # cosine, wsd, minimind, minimind_seed, module:function, a function
-    warmup_ratio:float=0.03, min_lr_ratio:float=0.1, # of 'cosine' and 'wsd'
+def get_schedule(
+    schedule:str|Callable, # cosine, wsd, minimind, minimind_seed, module:function, a function
+    warmup_ratio:float=0.03, # of 'cosine' and 'wsd'
+    min_lr_ratio:float=0.1, # of 'cosine' and 'wsd'
 )->Callable[[float,float,float],float]: # (step, max_lr, max_steps) -> lr
     "The schedule of that name, or the user's own."
     if callable(schedule): return schedule

@@ -29,8 +29,11 @@ from .optim import make_optimizer
 # %% ../../nbs/47_training.shard.ipynb #6c7f50cb
 SHARDINGS = 'ddp','zero2','zero3'
 
-def bytes_per_parameter(sharding:str, world_size:int=1, # one of `SHARDINGS`; ranks that share
-    copy:int=2, accumulating:bool=False, # bytes of a gathered weight; several micro-batches per update
+def bytes_per_parameter(
+    sharding:str, # one of `SHARDINGS`
+    world_size:int=1, # ranks that share
+    copy:int=2, # bytes of a gathered weight
+    accumulating:bool=False, # several micro-batches per update
 )->dict[str,float]: # `weights`, `gradients`, `moments`, without zero3's block in use
     "Returns the bytes that each rank keeps of a parameter that trains."
     require(
@@ -46,8 +49,12 @@ def bytes_per_parameter(sharding:str, world_size:int=1, # one of `SHARDINGS`; ra
         gradients=4 if accumulating else 4/world_size
     )
 
-def bytes_sent(sharding:str, world_size:int=1, copy:int=2, # as above
-    micro_batches:int=1, reduces:bool=False, # of an update; gradients are exchanged after each of them
+def bytes_sent(
+    sharding:str, # one of `SHARDINGS`
+    world_size:int=1, # ranks that share
+    copy:int=2, # bytes of a gathered weight
+    micro_batches:int=1, # per update
+    reduces:bool=False, # gradients are exchanged after each micro-batch
 )->dict[str,float]: # `weights`, of all parameters; `gradients`, of those that train
     "Returns the bytes that each rank sends of a parameter in an update, in a ring."
     others = (world_size-1)/world_size
@@ -57,15 +64,12 @@ def bytes_sent(sharding:str, world_size:int=1, copy:int=2, # as above
     exchanges = micro_batches if reduces else 1
     return dict(weights=others*gathered, gradients=others*4*exchanges)
 
-# %% ../../nbs/47_training.shard.ipynb #fd0e8030
-def _placement(p, n):
-    "Returns which dimension `n` ranks cut: the first, or one that can be divided if that has too few rows."
-    even = [d for d,size in enumerate(p.shape) if size%n==0]
-    return Shard(even[0] if p.shape[0]<n and even else 0)
-
 # %% ../../nbs/47_training.shard.ipynb #d3432f0a
-def shard_model(model:nn.Module, dist:Dist, # `vision_encoder.blocks`, `MP`, `decoder.blocks`; this rank
-    sharding:str='ddp', dtype:torch.dtype=torch.float32, # one of `SHARDINGS`; of matrix products
+def shard_model(
+    model:nn.Module, # with `vision_encoder.blocks`, `MP`, `decoder.blocks`
+    dist:Dist, # this rank
+    sharding:str='ddp', # one of `SHARDINGS`
+    dtype:torch.dtype=torch.float32, # of matrix products
     offload_params:bool=False, # keep a rank's pieces in the memory of the CPU
     reduce_always:bool=False, # exchange gradients after every micro-batch, not once per update
 )->nn.Module: # its parameters cut if there is more than one rank
@@ -76,12 +80,16 @@ def shard_model(model:nn.Module, dist:Dist, # `vision_encoder.blocks`, `MP`, `de
     for name,w in chain(model.named_parameters(), model.named_buffers()):
         if name in unread: continue
         c10d.broadcast(w.detach(), 0, group=dist.cpu_group) # it was drawn
+    # cut the first dimension, or if it has too few rows one that can be divided
+    def placement(p):
+        even = [d for d,size in enumerate(p.shape) if size%ranks==0]
+        return Shard(even[0] if p.shape[0]<ranks and even else 0)
     ranks = dist.world_size
     kind = dist.device.type
     offload = CPUOffloadPolicy(pin_memory=kind=='cuda') if offload_params else OffloadPolicy()
     options = dict(
         mesh=init_device_mesh(kind, (ranks,)),
-        shard_placement_fn=lambda p: _placement(p, ranks),
+        shard_placement_fn=placement,
         offload_policy=offload
     )
     def policy(dtype):
@@ -112,7 +120,11 @@ class Piece(NamedTuple):
     whole:Tensor # of the shape of the whole, on the meta device
     dim:int|None # that was cut; None: every rank has all of it
 
-def on_cpu(name:str, w:Tensor, memory:dict[str,Tensor]|None)->Tensor: # None: no copy of what is there already
+def on_cpu(
+    name:str,
+    w:Tensor,
+    memory:dict[str,Tensor]|None, # earlier copies; None: what is there already is not copied
+)->Tensor:
     "Returns a tensor in the memory of the CPU: a copy, which takes the place of an earlier one of this name."
     w = w.detach()
     if memory is None: return w.to('cpu')
@@ -124,7 +136,9 @@ def on_cpu(name:str, w:Tensor, memory:dict[str,Tensor]|None)->Tensor: # None: no
         memory[name].copy_(w)
     return memory[name]
 
-def pieces_of(model:nn.Module, trained:bool=False, # sharded; only what trains
+def pieces_of(
+    model:nn.Module, # sharded
+    trained:bool=False, # only what trains
     memory:dict[str,Tensor]|None=None, # of copies, see `on_cpu`
 )->dict[str,Piece]: # by name
     "Returns this rank's part of the weights."
@@ -140,24 +154,35 @@ def pieces_of(model:nn.Module, trained:bool=False, # sharded; only what trains
         pieces[name] = Piece(on_cpu(name, mine, memory), whole, dim)
     return pieces
 
-def _cut(w:Tensor, dim:int, ranks:int)->list[Tensor]: # whole
+def _cut(
+    w:Tensor, # whole
+    dim:int,
+    ranks:int,
+)->list[Tensor]: # one for each rank
     "Returns the pieces of all ranks, as FSDP cuts; the last ones may be empty."
     parts = [*w.chunk(ranks, dim)]
     while len(parts)<ranks: parts.append(w[:0])
     return parts
 
 # %% ../../nbs/47_training.shard.ipynb #42a10002
-def _in_step(dist:Dist, lead:Callable, follow:Callable[[str],None])->None: # `lead(tell)` on rank 0
+def _in_step(
+    dist:Dist,
+    lead:Callable, # `lead(tell)` on rank 0, which tells names
+    follow:Callable[[str],None], # what the others do with each name
+)->None:
     "Rank 0 leads, the others do what follows from each name that it tells; an error of it is raised on all."
-    def led():
+    def leader():
         try: lead(dist.broadcast)
-        finally: dist.broadcast(None)
-    def follows():
-        while (name := dist.broadcast(None)) is not None:
+        finally: dist.broadcast(None) # the end
+    def follower():
+        while (name := dist.broadcast(None)) is not None: # what rank 0 tells
             follow(name)
-    on_all(dist, led if dist.is_master else follows)
+    on_all(dist, leader if dist.is_master else follower)
 
-def _gather(piece:Piece, dist:Dist)->Tensor|None: # of this rank; the whole on rank 0
+def _gather(
+    piece:Piece, # of this rank
+    dist:Dist,
+)->Tensor|None: # the whole on rank 0, else None
     "Puts a weight together on rank 0."
     if piece.dim is None: return piece.mine
     if not dist.is_master:
@@ -166,78 +191,95 @@ def _gather(piece:Piece, dist:Dist)->Tensor|None: # of this rank; the whole on r
         return None
     whole = torch.empty_like(piece.whole, device='cpu')
     for rank,part in enumerate(_cut(whole, piece.dim, dist.world_size)):
-        came = piece.mine if rank==0 else torch.empty(part.shape, dtype=part.dtype)
-        if rank and part.numel():
-            c10d.recv(came, rank, dist.cpu_group)
-        part.copy_(came)
+        received = piece.mine
+        if rank:
+            received = torch.empty(part.shape, dtype=part.dtype)
+            if part.numel(): c10d.recv(received, rank, dist.cpu_group)
+        part.copy_(received)
     return whole
 
-def use_whole(pieces:dict[str,Piece], dist:Dist, # see `pieces_of`; all call
-    use:Callable[[Tensors],Any])->None: # called on rank 0 with the weights, each gathered when asked for
-    "Lets rank 0 do something with whole weights, of which one is in memory at a time."
+def use_whole(
+    pieces:dict[str,Piece], # from `pieces_of`
+    dist:Dist, # this rank
+    use:Callable[[Tensors],Any], # called on rank 0 with the weights, each gathered when it is read
+)->None:
+    "Lets rank 0 do something with whole weights, of which one is in memory at a time; all ranks call it."
     def lead(tell):
-        def whole(name):
+        def gathered(name):
             tell(name)
             return _gather(pieces[name], dist)
-        kinds = {name:piece.whole for name,piece in pieces.items()}
-        use(Tensors({name:partial(whole, name) for name in pieces}, kinds))
+        shapes = {name:piece.whole for name,piece in pieces.items()}
+        use(Tensors({name:partial(gathered, name) for name in pieces}, shapes))
     _in_step(dist, lead, lambda name: _gather(pieces[name], dist))
 
 # %% ../../nbs/47_training.shard.ipynb #eab8e5c1
 _OTHER = 'the weights are of another model'
 
-def _receive(place:Tensor, whole:Any, dist:Dist)->None: # of a state dict; what it will hold, on rank 0
+def _receive(
+    tensor:Tensor, # of a state dict
+    whole:Any, # what it will hold, on rank 0
+    dist:Dist,
+)->None:
     "Fills this rank's piece of a tensor with what rank 0 sends."
-    cut = isinstance(place, DTensor)
-    mine = place.to_local() if cut else place
+    cut = isinstance(tensor, DTensor)
+    mine = tensor.to_local() if cut else tensor
     if dist.is_master:
         whole = whole.to(mine.dtype)
         pieces = [whole]*dist.world_size
         if cut:
-            pieces = _cut(whole, place.placements[0].dim, dist.world_size)
+            pieces = _cut(whole, tensor.placements[0].dim, dist.world_size)
         for rank,piece in enumerate(pieces):
             if rank==0: mine.copy_(piece)
             elif piece.numel():
                 c10d.send(piece.contiguous(), rank, dist.cpu_group)
     elif mine.numel():
-        came = torch.empty(mine.shape, dtype=mine.dtype)
-        c10d.recv(came, 0, dist.cpu_group)
-        mine.copy_(came)
+        received = torch.empty(mine.shape, dtype=mine.dtype)
+        c10d.recv(received, 0, dist.cpu_group)
+        mine.copy_(received)
 
 # %% ../../nbs/47_training.shard.ipynb #0a0d1219
 @torch.no_grad()
-def _fill_pieces(model:nn.Module, weights:Mapping[str,Tensor], dist:Dist)->None: # whole; rank 0 reads them
+def _fill_pieces(
+    model:nn.Module,
+    weights:Mapping[str,Tensor], # whole; rank 0 reads them
+    dist:Dist,
+)->None:
     "Fills the pieces of all ranks, one tensor after the other."
-    places = reshard(model).state_dict()
+    tensors = reshard(model).state_dict()
     def lead(tell):
         for name in weights:
-            whole = check_shape(name, weights[name], places[name].shape, _OTHER)
+            whole = check_shape(name, weights[name], tensors[name].shape, _OTHER)
             tell(name)
-            _receive(places[name], whole, dist)
-    _in_step(dist, lead, lambda name: _receive(places[name], None, dist))
+            _receive(tensors[name], whole, dist)
+    _in_step(dist, lead, lambda name: _receive(tensors[name], None, dist))
 
 def _fill_any(model, weights, dist):
     "Each rank reads for itself what it needs whole; rank 0 reads for all what is cut."
     if is_sharded(model): _fill_pieces(model, weights, dist)
     else: fill(model, weights, _OTHER)
 
-def load_full_weights(model:nn.Module, # any; all call
+def load_full_weights(
+    model:nn.Module,
     weights:Mapping[str,Tensor], # whole; of a sharded model those of rank 0 count
 )->None:
-    "Loads a plain model's state dict, in pieces if need be; a UsageError if it is another model's."
-    named = [name for name in weights if not is_computed(name)]
-    places = {name for name in reshard(model).state_dict() if not is_computed(name)}
-    wrong = sorted({*named}^places)
+    """Loads a plain model's state dict, in pieces if need be; a UsageError if it is another model's. All ranks
+    call it."""
+    names = [name for name in weights if not is_computed(name)]
+    expected = {name for name in reshard(model).state_dict() if not is_computed(name)}
+    wrong = sorted({*names}^expected)
     require(not wrong, f"{_OTHER}: {', '.join(wrong[:5])} on one side only")
     _fill_any(
         model,
-        Tensors({name:partial(weights.__getitem__, name) for name in named}),
+        Tensors({name:partial(weights.__getitem__, name) for name in names}),
         this_rank()
     )
 
 # %% ../../nbs/47_training.shard.ipynb #42a10005
-def read_rest(model:nn.Module, dist:Dist)->nn.Module: # on its device, whole or in pieces; all call
-    "Reads the weights that were left in their files, and returns the model."
+def read_rest(
+    model:nn.Module, # on its device, whole or in pieces
+    dist:Dist, # this rank
+)->nn.Module:
+    "Reads the weights that were left in their files, and returns the model; all ranks call it."
     unread = getattr(model, 'unread', None) or Tensors({})
     model.unread = None
     _fill_any(
@@ -250,12 +292,17 @@ def _copied(w): return w.detach().to('cpu', copy=True)
 
 # %% ../../nbs/47_training.shard.ipynb #2e07595a
 def _options(group):
+    # `fused` and `foreach` are not those of the copy
     return {k:v for k,v in group.items() if k not in ('params','fused','foreach')}
 
 # %% ../../nbs/47_training.shard.ipynb #590069cc
 class OffloadedAdamW(torch.optim.AdamW):
     "AdamW whose state and arithmetic are on the CPU, for parameters that may be elsewhere."
-    def __init__(self, params:Iterable, **kwargs): # parameters, or groups of them; of AdamW
+    def __init__(
+        self,
+        params:Iterable, # parameters, or groups of them
+        **kwargs, # of AdamW
+    ):
         super().__init__(params, **(kwargs|dict(fused=False, foreach=False)))
         copies = []
         for group in self.param_groups:
@@ -294,7 +341,7 @@ class OffloadedAdamW(torch.optim.AdamW):
             self.worker.state[copy] = self.state[p]
 
 # %% ../../nbs/47_training.shard.ipynb #93699ff3
-def begin_state(optimizer:torch.optim.Optimizer)->list[Tensor]: # any; parameters that had none
+def begin_state(optimizer:torch.optim.Optimizer)->list[Tensor]: # parameters that had none
     "Makes the state that a first gradient would bring, by a step of zeros with rate 0 that does not count."
     groups = optimizer.param_groups
     grads = {}
@@ -311,11 +358,14 @@ def begin_state(optimizer:torch.optim.Optimizer)->list[Tensor]: # any; parameter
     for p,grad in grads.items(): p.grad = grad
     for p in new:
         state = optimizer.state.get(p, {})
-        if 'step' in state: state['step'] = state['step']*0
+        if 'step' in state: state['step'] = state['step']*0 # a number, or a tensor
     return new
 
 # %% ../../nbs/47_training.shard.ipynb #ae855e9c
-def run_optimizer(model:nn.Module, train_cfg:TrainConfig, dist:Dist, # as it is sharded; of the run
+def run_optimizer(
+    model:nn.Module, # as it is sharded
+    train_cfg:TrainConfig,
+    dist:Dist, # of the run
     make:Callable|None=None, # `optimizer(model, train_cfg)` of the user's; None: AdamW
 )->torch.optim.Optimizer: # whose groups have `name` and `max_lr`
     """Returns the optimizer of a run; what does not train is frozen.
@@ -326,9 +376,11 @@ def run_optimizer(model:nn.Module, train_cfg:TrainConfig, dist:Dist, # as it is 
     kind = OffloadedAdamW if offloads else torch.optim.AdamW
     if make is None:
         return make_optimizer(model, train_cfg, kind)
-    require(not (train_cfg.offload_optimizer or train_cfg.offload_params),
-        'an optimizer of your own with '
-        'offload_optimizer or offload_params: only the update of AdamW is made in the memory of the CPU')
+    require(
+        not (train_cfg.offload_optimizer or train_cfg.offload_params),
+        'an optimizer of your own with offload_optimizer or offload_params: '
+        'only the update of AdamW is made in the memory of the CPU'
+    )
     optimizer = make(model, train_cfg)
     for group in optimizer.param_groups:
         require(
