@@ -6,6 +6,7 @@ import io
 import itertools
 import re
 import subprocess
+import sys
 import tokenize
 from collections import Counter
 from pathlib import Path
@@ -132,6 +133,17 @@ def test_a_line_holds_one_thought(folder):
         for name, limit in DENSITY[folder].items()
         if found[name] > limit
     }
+
+
+def test_tests_are_laid_out_by_a_formatter():
+    "What differs is named; `ruff format tests` lays it out."
+    found = subprocess.run(
+        [sys.executable, '-m', 'ruff', 'format', '--check', 'tests'],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert not found.returncode, found.stdout + found.stderr
 
 
 def test_notebooks_show_what_they_define():
