@@ -27,11 +27,13 @@ from .sources import MapSource
 from .loader import get_dataloaders
 
 # %% ../../nbs/26_data.kept.ipynb #19a1c006
-def _picture_bytes(picture:Any)->bytes: # what `open_image` takes; empty: it cannot be read
+def _picture_bytes(
+    picture:Any, # what `open_image` takes
+)->bytes: # empty: it cannot be read
     "The file of a picture."
     if isinstance(picture, dict):
-        inside = picture.get('bytes')
-        picture = picture['path'] if inside is None else inside
+        data = picture.get('bytes')
+        picture = picture['path'] if data is None else data
     if isinstance(picture, (bytes, bytearray)):
         return bytes(picture)
     if isinstance(picture, (str, os.PathLike)) and Path(picture).is_file():
@@ -44,12 +46,15 @@ def _picture_bytes(picture:Any)->bytes: # what `open_image` takes; empty: it can
 # %% ../../nbs/26_data.kept.ipynb #19a1c007
 _COLUMNS = datasets.Features(FEATURES|dict(kinds=datasets.List(datasets.Value('string'))))
 
-def _kept_row(row:dict|Dropped, place:int)->dict: # from `to_row`; its number
+def _kept_row(
+    row:dict|Dropped, # from `to_row`
+    index:int, # its number in the source
+)->dict:
     "A row as it is kept: read again at this place, it has the same id."
     if isinstance(row, Dropped):
         return dict.fromkeys(_COLUMNS)|dict(images=[], texts=[])
-    own = row.get('row_id')
-    number = str(place if own is None else own)
+    given_id = row.get('row_id')
+    number = str(index if given_id is None else given_id)
     prefix = row['id'].removesuffix(f'/{number}')
     source = row.get('source') if prefix in ('sample', row.get('source')) else prefix
     images = [dict(bytes=_picture_bytes(p), path=None) for p in row['images']]
@@ -61,7 +66,9 @@ def _kept_row(row:dict|Dropped, place:int)->dict: # from `to_row`; its number
 KEEP_BYTES = 200_000_000 # of pictures and texts that a run keeps at most
 _HELD_OUT = 1000 # held-out rows that are kept alone, at most
 
-def _table(rows:Iterable[dict])->bytes|None: # from `_kept_row`; a parquet file, None: too large
+def _table(
+    rows:Iterable[dict], # from `_kept_row`
+)->bytes|None: # a parquet file; None: too large, or no rows
     "The file of some rows."
     kept = []
     size = 0
@@ -83,7 +90,11 @@ def _all_rows(source):
     for name,part in zip(source.names, source.parts):
         for i in range(len(part)): yield to_row(part[i], i, name)
 
-def keep_rows(run_dir:Path, train:Any, held_out:Any)->str: # sources; a line for the log
+def keep_rows(
+    run_dir:Path,
+    train:Any, # source of the training rows
+    held_out:Any, # source of the held-out rows
+)->str: # a line for the log
     "Write the rows of a run into its directory."
     for name in (KEPT_ROWS, KEPT_HELD_OUT):
         (run_dir/name).unlink(missing_ok=True) # of an earlier start
@@ -131,16 +142,21 @@ def loaders_of(train_cfg:TrainConfig, run_dir:Path)->Callable: # see `get_datalo
     )
     return partial(get_dataloaders, rows=(train, train.held_out()))
 
-def held_out_loader(train_cfg:TrainConfig, vlm_cfg:VLMConfig, tokenizer:Any,
-    run_dir:Path)->Any:
+def held_out_loader(
+    train_cfg:TrainConfig,
+    vlm_cfg:VLMConfig,
+    tokenizer:Any,
+    run_dir:Path,
+)->Any:
     "The loader of a run's held-out rows."
-    alone = kept_file(run_dir, KEPT_HELD_OUT)
-    if alone:
-        held_out = MapSource(_read_kept(alone), train_cfg.seed, shuffle=False)
+    file = kept_file(run_dir, KEPT_HELD_OUT)
+    if file:
+        held_out = MapSource(_read_kept(file), train_cfg.seed, shuffle=False)
         loaders:Callable = partial(get_dataloaders, rows=(held_out, held_out))
     else:
         require('loaders' not in own_parts_of(run_dir),
             f'the loaders of {run_dir} are of its script, and '
             'its held-out rows are not kept there: ask in the script, as compare_answers does')
         loaders = loaders_of(train_cfg, run_dir)
-    return loaders(train_cfg, vlm_cfg, tokenizer=tokenizer)[1]
+    _,loader = loaders(train_cfg, vlm_cfg, tokenizer=tokenizer)
+    return loader
