@@ -49,15 +49,22 @@ _PARTS = 'input_ids','labels','attention_mask','images','doc_lens','n_targets','
 
 class ConstantLengthDataset(IterableDataset):
     "Packs of a data set's samples, by nanoVLM's name and arguments; `epoch` gives another order."
-    def __init__(self, dataset:VQADataset, infinite:bool=False, # samples; begin again at their end
+    def __init__(
+        self,
+        dataset:VQADataset,
+        infinite:bool=False, # begin again at the end
         max_sample_length:int=1024, # samples of so many tokens, or more, are left out
         seq_length:int=1024, # tokens of a pack
         num_of_sequences:int=1024, # packs that are planned together, at most
         queue_size:int=2048, # of nanoVLM's thread; no effect here: the workers of a DataLoader read ahead
         max_images_per_example:int=4, # samples with more pictures are left out
-        max_images_per_knapsack:int=18): # pictures of a pack, at most
-        require(isinstance(dataset, VQADataset),
-            f'ConstantLengthDataset packs a VQADataset, not a {type(dataset).__name__}: make one of the rows')
+        max_images_per_knapsack:int=18, # pictures of a pack, at most
+    ):
+        require(
+            isinstance(dataset, VQADataset),
+            'ConstantLengthDataset packs a VQADataset, '
+            f'not a {type(dataset).__name__}: make one of the rows'
+        )
         self.dataset = copy(dataset)
         self.dataset.drops = self.drops = Drops()
         length = min(max_sample_length, seq_length+1)
@@ -72,7 +79,8 @@ class ConstantLengthDataset(IterableDataset):
         self.source:Any = None
         if isinstance(rows, datasets.IterableDataset):
             self.source = StreamSource(dict(default=rows))
-        else: self.source = MapSource(rows, shuffle=False)
+        else:
+            self.source = MapSource(rows, shuffle=False)
         pad_id = dataset.tokenizer.pad_token_id
         self.rules = PackRules(
             seq_length, pad_id, max_images_per_knapsack, window=num_of_sequences
@@ -95,29 +103,33 @@ class ConstantLengthDataset(IterableDataset):
             number = worker.id
             lanes = worker.num_workers
         lane = Lane(self.dataset, self.source, self.rules, number, lanes)
-        before = len(self.drops.reasons)
+        reasons_before = len(self.drops.reasons)
         for packed in packs_of(lane, LaneState(epoch)):
             for drop in packed['drops']: self.drops.add(Dropped(*drop))
             if packed['done']: break
             yield {name:packed[name] for name in _PARTS}
-        if len(self.drops.reasons)>before:
+        if len(self.drops.reasons)>reasons_before:
             logger.warning('left out: %s', self.drops.blame)
 
     def __iter__(self)->Iterator[dict]: # `input_ids` and others, see `pack`
         for epoch in count(self.epoch):
-            count_of_packs = 0
-            for count_of_packs,packed in enumerate(self._epoch(epoch), 1):
+            packs = 0
+            for packs,packed in enumerate(self._epoch(epoch), 1):
                 yield packed
             if not self.infinite: return
             require(
-                count_of_packs,
+                packs,
                 f'no sample can be packed: {self.drops.blame or "there are no rows"}'
             )
 
 # %% ../../nbs/77_compat.nanovlm.ipynb #71c0a00e
 class VQACollator:
     "Joins packs, or samples of a `VQADataset`, one a row, by nanoVLM's name; None if there is none."
-    def __init__(self, tokenizer:PreTrainedTokenizerBase, max_length:int): # positions of a row for a sample
+    def __init__(
+        self,
+        tokenizer:PreTrainedTokenizerBase,
+        max_length:int, # positions of a row for a sample
+    ):
         self.tokenizer = tokenizer
         self.max_length = max_length
 

@@ -27,16 +27,20 @@ from ..data.samples import to_row
 from ..data.files import text_rows
 
 # %% ../../nbs/76_compat.padded.ipynb #cc195b2a
-def _count_runs(ids:Tensor, run:list[int], # (T,); ids to look for
+def _count_runs(
+    ids:Tensor, # (T,)
+    run:list[int], # ids to look for
 )->int: # times that `run` occurs, overlaps not counted
-    "Count a sequence within another."
+    "Counts a sequence within another."
+    # ids as characters, since a text counts sequences
     return ''.join(map(chr, ids.tolist())).count(''.join(map(chr, run)))
 
 # %% ../../nbs/76_compat.padded.ipynb #fdfe6418
-def _pixel_tensor(picture:Image.Image|bytes|str|Path, # whatever `open_image` takes
+def _pixel_tensor(
+    picture:Image.Image|bytes|str|Path, # whatever `open_image` takes
     preprocess:Callable, # RGB picture -> (3, H, W), (1, 3, H, W), dict with `pixel_values`, or (tiles, grid)
 )->Tensor: # (3, H, W)
-    "Decode a picture and preprocess it."
+    "Decodes a picture and preprocesses it."
     pixels = preprocess(open_image(picture))
     if isinstance(pixels, Mapping):
         pixels = pixels['pixel_values']
@@ -55,15 +59,19 @@ def _pixel_tensor(picture:Image.Image|bytes|str|Path, # whatever `open_image` ta
 # %% ../../nbs/76_compat.padded.ipynb #3be7d59b
 class VLMDataset(Dataset):
     "Items (X, Y, loss_mask, pixel_tensors) of one length from JSON lines, by MiniMind-V's name."
-    def __init__(self, data_path:str|Path, # a file of JSON lines, or a folder of such files
+    def __init__(
+        self,
+        data_path:str|Path, # a file of JSON lines, or a folder of such files
         images_path:str|Path|None, # folder of the pictures; None: `images` beside the file
         tokenizer:PreTrainedTokenizerBase, # fast, with a chat template
-        preprocess:Callable, image_special_token:str='@'*196, # see `_pixel_tensor`; text of a picture
-        max_length:int=512): # tokens; items are one shorter
-        "Read the lines and keep the tools."
+        preprocess:Callable, # see `_pixel_tensor`
+        image_special_token:str='@'*196, # text of a picture
+        max_length:int=512, # tokens; items are one shorter
+    ):
+        "Reads the lines and keeps the tools."
         self.bad_lines = Drops()
         self.rows = text_rows(data_path, images_path)
-        self.usable = [] # their numbers
+        self.usable = [] # numbers of the rows that can be learned
         for i,row in enumerate(self.rows):
             checked = to_row(row, i, marks=True)
             if isinstance(checked, Dropped):
@@ -91,15 +99,19 @@ class VLMDataset(Dataset):
             raise UsageError(f'not even a picture alone can be used: {d.detail}') from d
 
     def __len__(self)->int: # usable lines
-        "Number of items."
+        "Returns the number of items."
         return len(self.usable)
 
-    def encode(self, row:dict)->tuple[Tensor,Tensor]: # from `to_row`; ids and labels (T,), not cut
-        "Tokenise a row; raises `Dropped` if nothing can be learned from it."
+    def encode(
+        self,
+        row:dict, # from `to_row`
+    )->tuple[Tensor,Tensor]: # ids and labels (T,), not cut
+        "Tokenises a row; raises `Dropped` if nothing can be learned from it."
         count = len(row['images'])
         length = self.max_length
         pictures = [self.image_special_token]*count
-        texts, _ = number_marks(row['texts'], count) # where they are, at the beginning and at the end too
+        # marks where the pictures are, at the beginning and at the end too
+        texts, _ = number_marks(row['texts'], count)
         try:
             ids, labels = encode_chat(
                 self.tokenizer, texts, pictures, True, self.frames, self.special
@@ -123,24 +135,31 @@ class VLMDataset(Dataset):
             )
         return ids, labels
 
-    def pixels(self, row:dict)->Tensor: # from `to_row`; (pictures, 3, H, W)
-        "Decode the pictures of a row; raises `Dropped` if one is damaged."
+    def pixels(
+        self,
+        row:dict, # from `to_row`
+    )->Tensor: # (pictures, 3, H, W)
+        "Decodes the pictures of a row; raises `Dropped` if one is damaged."
         try:
             pixels = [_pixel_tensor(im, self.preprocess) for im in row['images']]
         except UnreadableImage as e:
             raise Dropped(row['id'], 'unreadable_image', str(e)) from e
         return torch.stack(pixels) if pixels else self.no_pixels
 
-    def item(self, ids:Tensor, labels:Tensor, pixels:Tensor, # as from `encode` and `pixels`
-    )->tuple[Tensor,Tensor,Tensor,Tensor]: # X, Y, loss_mask (max_length-1,); the pictures
-        "Cut or pad to one length and shift."
+    def item(
+        self,
+        ids:Tensor, # (T,)
+        labels:Tensor, # (T,)
+        pixels:Tensor, # (pictures, 3, H, W)
+    )->tuple[Tensor,Tensor,Tensor,Tensor]: # X, Y, loss_mask (max_length-1,), and the pictures
+        "Cuts or pads to one length and shifts."
         spare = self.max_length-len(ids) # below 0, `pad` cuts
         ids = F.pad(ids, (0, spare), value=self.tokenizer.pad_token_id)
         labels = F.pad(labels, (0, spare), value=IGNORE)
         return ids[:-1], ids[1:], (labels[:-1] != IGNORE).long(), pixels
 
-    def __getitem__(self, i:int)->tuple[Tensor,Tensor,Tensor,Tensor]: # see `item`; int64, pixels float
-        "An item; a UsageError names a line that cannot be one."
+    def __getitem__(self, i:int)->tuple[Tensor,Tensor,Tensor,Tensor]: # int64, pixels float
+        "Returns an item, see `item`; a UsageError names a line that cannot be one."
         row = to_row(self.rows[self.usable[i]], i, marks=True)
         try:
             return self.item(*self.encode(row), self.pixels(row))
@@ -148,19 +167,23 @@ class VLMDataset(Dataset):
             raise UsageError(f'{d.id}: {d.detail}') from d
 
 # %% ../../nbs/76_compat.padded.ipynb #01b8c2f2
-def collate_items(items:list[tuple[Tensor,Tensor,Tensor,Tensor]], # from `VLMDataset`
-)->tuple[Tensor,Tensor,Tensor,list[Tensor]]: # X, Y, loss_mask (B, max_length-1); pictures a row (n, 3, H, W)
-    "Items as a batch."
+def collate_items(
+    items:list[tuple[Tensor,Tensor,Tensor,Tensor]], # from `VLMDataset`
+)->tuple[Tensor,Tensor,Tensor,list[Tensor]]: # X, Y, loss_mask (B, max_length-1), pictures (n, 3, H, W)
+    "Returns items as a batch."
     X, Y, loss_mask, pixels = zip(*items)
     return torch.stack(X), torch.stack(Y), torch.stack(loss_mask), list(pixels)
 
 # %% ../../nbs/76_compat.padded.ipynb #37e64011
-def jsonl_loader(dataset:VLMDataset, # or any data set of such items
-    batch_size:int, dist:Dist=Dist(), # items of a batch on this rank; this process
-    shuffle:bool=True, seed:int=0, # another order in each epoch; of the order and of the workers
+def jsonl_loader(
+    dataset:VLMDataset, # or any data set of such items
+    batch_size:int, # items of a batch on this rank
+    dist:Dist=Dist(), # this process
+    shuffle:bool=True, # another order in each epoch
+    seed:int=0, # of the order and of the workers
     num_workers:int|None=None, # processes that make items; 0: this one; None: `cores_of_rank()`
 )->DataLoader: # batches as from `collate_items`; with ranks, call `.sampler.set_epoch` before each epoch
-    "A plain loader of padded items."
+    "Returns a plain loader of padded items."
     sampler = None
     if dist.world_size > 1:
         sampler = DistributedSampler(dataset, dist.world_size, dist.rank, shuffle, seed)

@@ -34,26 +34,35 @@ from ..training.trainer import train_step,updates
 from ..runs.run import build_trainer
 
 # %% ../../nbs/74_tools.check.ipynb #1ff81e21
-def foreseen(vlm_cfg:VLMConfig, train_cfg:TrainConfig, gpus:int=1)->tuple[VLMConfig,TrainConfig]: # ranks
+def foreseen(
+    vlm_cfg:VLMConfig,
+    train_cfg:TrainConfig,
+    gpus:int=1, # ranks
+)->tuple[VLMConfig,TrainConfig]:
     "Returns what a run will be, as far as that can be known."
-    try: return foresee_start(vlm_cfg, train_cfg, gpus)[1:3]
-    except (OSError, ValueError): return vlm_cfg,train_cfg
+    try:
+        _,vlm_cfg,train_cfg,_ = foresee_start(vlm_cfg, train_cfg, gpus)
+    except (OSError, ValueError):
+        pass # the settings are all that is known
+    return vlm_cfg,train_cfg
 
 # %% ../../nbs/74_tools.check.ipynb #55579ca1
-def _start_findings(vlm_cfg:VLMConfig, cfg:TrainConfig, gpus:int=1,
-    run_dir:Path|None=None,
+def _start_findings(
+    vlm_cfg:VLMConfig,
+    cfg:TrainConfig,
+    gpus:int=1, # ranks
+    run_dir:Path|None=None, # of a run that is to resume; None: the settings say whether one is
 )->Iterator[Finding]:
-    """Yields what a start would do, and each line of what a resume would do.
-    `run_dir` is of a run that is to resume; without it the settings say whether one is."""
+    "Yields what a start would do, and each line of what a resume would do."
     if run_dir: cfg = evolve(cfg, resume=True)
-    place = run_dir or run_path(**vlm_cfg.to_dict()|cfg.to_dict())
+    run_dir = run_dir or run_path(**vlm_cfg.to_dict()|cfg.to_dict())
     try:
-        start = start_of(place, vlm_cfg, cfg)
+        start = start_of(run_dir, vlm_cfg, cfg)
         vlm_cfg,cfg,notes = resolve_start(vlm_cfg, cfg, gpus, start)
         if start.kind=='file' and not Path(str(cfg.load_from)).is_file():
             raise MissingFile(f'there is no file {cfg.load_from}')
         lines = plan_resume(
-            place or Path(vlm_cfg.vlm_checkpoint_path), start, vlm_cfg, cfg, gpus
+            run_dir or Path(vlm_cfg.vlm_checkpoint_path), start, vlm_cfg, cfg, gpus
         )
     except WRONG as e: yield failed('start', e)
     else:
@@ -70,7 +79,10 @@ def _start_findings(vlm_cfg:VLMConfig, cfg:TrainConfig, gpus:int=1,
             )
 
 # %% ../../nbs/74_tools.check.ipynb #f8ab3132
-def _check_memory(plan:dict, gib:float|None=None)->str: # from `make_plan`; of a GPU, None: there is none
+def _check_memory(
+    plan:dict, # from `make_plan`
+    gib:float|None=None, # memory of a GPU; None: there is none
+)->str:
     "Raises when a GPU is too small for the fullest packs."
     text = f"{with_unit(plan['needed']*GB, BYTES)} for the fullest packs, on each of {plan['gpus']} GPUs"
     if gib is None or plan['needed']<=USABLE*gib: return text
@@ -81,8 +93,10 @@ def _check_memory(plan:dict, gib:float|None=None)->str: # from `make_plan`; of a
                 ', '.join(f'{name} {value}' for name,value in remedy['changes'].items())
             )
     remedies = '; then '.join(steps) or 'take a larger GPU'
-    raise UsageError(f'{text}, and one has {gib:.0f} GiB, of which {USABLE:.0%} can be planned with: '
-        f'{remedies}')
+    raise UsageError(
+        f'{text}, and one has {gib:.0f} GiB, '
+        f'of which {USABLE:.0%} can be planned with: {remedies}'
+    )
 
 # %% ../../nbs/74_tools.check.ipynb #68aa0001
 _TIMES = {'h':3600, 'min':60, 's':1, 'ms':.001}
@@ -141,7 +155,11 @@ def _seconds_of_pack(vlm_cfg:VLMConfig, train_cfg:TrainConfig)->float:
             seconds = perf_counter()-begin
     return seconds
 
-def _time_here(vlm_cfg:VLMConfig, train_cfg:TrainConfig, plan:dict)->str: # from `make_plan`
+def _time_here(
+    vlm_cfg:VLMConfig,
+    train_cfg:TrainConfig,
+    plan:dict, # from `make_plan`
+)->str:
     "Returns how long the run takes on this machine, which has no GPU; of a large model the estimate for one."
     x = torch.ones(512, 512)
     begin = perf_counter()
@@ -163,7 +181,11 @@ def _time_here(vlm_cfg:VLMConfig, train_cfg:TrainConfig, plan:dict)->str: # from
     return f'{length}: about {whole} on this machine, where a pack takes {with_unit(seconds, _TIMES)}'
 
 # %% ../../nbs/74_tools.check.ipynb #68aa0003
-def _cost_findings(vlm_cfg:VLMConfig, train_cfg:TrainConfig, gpus:int)->Iterator[Finding]: # ranks
+def _cost_findings(
+    vlm_cfg:VLMConfig,
+    train_cfg:TrainConfig,
+    gpus:int, # ranks
+)->Iterator[Finding]:
     "Yields what the checks of the cost find."
     card = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
     name = card.name if card and find_gpu(card.name) else 'H100'
@@ -185,8 +207,15 @@ def _cost_findings(vlm_cfg:VLMConfig, train_cfg:TrainConfig, gpus:int)->Iterator
     )
 
 # %% ../../nbs/74_tools.check.ipynb #623dd8df
-def _check_all(vlm_cfg, train_cfg, gpus, run_dir, rows, smoke)->Iterator[Finding|str]: # see `cli`
-    "Yields whatever can be asked before a run starts; a str is a heading, or a row that is shown."
+def _check_all(
+    vlm_cfg,
+    train_cfg,
+    gpus,
+    run_dir,
+    rows,
+    smoke,
+)->Iterator[Finding|str]: # a str is a heading, or a row that is shown
+    "Yields whatever can be found out before a run starts; for the parameters see `check_start`."
     yield 'start'
     yield from _start_findings(vlm_cfg, train_cfg, gpus, run_dir)
     vlm_cfg,cfg = foreseen(vlm_cfg, train_cfg, gpus)
@@ -202,9 +231,15 @@ def _check_all(vlm_cfg, train_cfg, gpus, run_dir, rows, smoke)->Iterator[Finding
         yield tried('short run', check_short_run, vlm_cfg, cfg, smoke)
 
 # %% ../../nbs/74_tools.check.ipynb #bfb5abac
-def check_start(vlm_cfg:VLMConfig, train_cfg:TrainConfig, run_dir:Path|None=None, # see `_start_findings`
-    rows:int=0, gpus:int|None=None, smoke:int=0)->int: # to show; None: those here; updates of a short run
-    "Prints what would happen if a run began; returns 1 if something fails, else 0."
+def check_start(
+    vlm_cfg:VLMConfig,
+    train_cfg:TrainConfig,
+    run_dir:Path|None=None, # see `_start_findings`
+    rows:int=0, # to show
+    gpus:int|None=None, # ranks; None: as many as there are GPUs here
+    smoke:int=0, # updates of a short run
+)->int: # 1 if something fails, else 0
+    "Prints what would happen if a run began."
     gpus = gpus or max(torch.cuda.device_count(), 1)
     count:Counter[str] = Counter()
     if run_dir: check_own_parts(run_dir, [])

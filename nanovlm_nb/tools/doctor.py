@@ -45,7 +45,10 @@ class Skip(Exception):
 # %% ../../nbs/71_tools.doctor.ipynb #9ebb1129
 WRONG = (OSError, ValueError, RuntimeError, LookupError) # what a check may raise; UsageError is a ValueError
 
-def failed(name:str, error:Exception)->Finding: # of the check; one of `WRONG`
+def failed(
+    name:str, # of the check
+    error:Exception, # one of `WRONG`
+)->Finding:
     "Returns a failure in one line."
     text = ' '.join(str(error).split())
     if not isinstance(error, UsageError):
@@ -53,25 +56,32 @@ def failed(name:str, error:Exception)->Finding: # of the check; one of `WRONG`
     return Finding(name, FAIL, text)
 
 # %% ../../nbs/71_tools.doctor.ipynb #ef4b4ef7
-def tried(name:str, check:Callable[...,str], *args)->Finding: # on the screen; the check, its arguments
+def tried(
+    name:str, # on the screen
+    check:Callable[...,str],
+    *args, # of the check
+)->Finding:
     "Returns what a check found."
     try: return Finding(name, PASS, check(*args))
     except Skip as e: return Finding(name, SKIP, str(e))
     except WRONG as e: return failed(name, e)
 
 # %% ../../nbs/71_tools.doctor.ipynb #de8d6d44
-def _installed(name:str)->str|None: # None: it is not there
+def _installed(name:str)->str|None: # None: it is missing
     "Returns the version of a package."
     try: return metadata.version(name)
     except metadata.PackageNotFoundError: return None
 
 # %% ../../nbs/71_tools.doctor.ipynb #62a48942
-def _too_old(found:dict[str,str|None], floors:dict[str,str])->list[str]: # None: it is missing
+def _too_old(
+    versions:dict[str,str|None], # None: it is missing
+    floors:dict[str,str], # oldest version that will do
+)->list[str]:
     "Returns what is missing or older than its floor, in words."
     return [
-        f'{name} {found[name] or "is missing"} ({floors[name]} or newer)'
+        f'{name} {versions[name] or "is missing"} ({floors[name]} or newer)'
         for name in floors
-        if Version(found[name] or '0')<Version(floors[name])
+        if Version(versions[name] or '0')<Version(floors[name])
     ]
 
 # %% ../../nbs/71_tools.doctor.ipynb #de8d6d45
@@ -93,7 +103,11 @@ FLASH_FLOORS = dict(GLIBC='2.32', CUDA='11.8', torch='2.0', **{'flash-attn':'2.0
 def _gpus(count):
     return '1 GPU' if count==1 else f'{count} GPUs'
 
-def _check_cuda(gpus:int, cuda:str|None, driver:str|None)->str: # that torch sees; of its build; of nvidia-smi
+def _check_cuda(
+    gpus:int, # that torch sees
+    cuda:str|None, # version that torch is built with
+    driver:str|None, # version, from nvidia-smi
+)->str:
     "Raises unless torch, CUDA and the driver go together."
     if not driver and (not gpus or cuda is None):
         raise Skip('no GPU here: training is on the CPU')
@@ -103,9 +117,11 @@ def _check_cuda(gpus:int, cuda:str|None, driver:str|None)->str: # that torch see
         'install a CUDA build of torch, see pytorch.org'
     )
     floor = _CUDA_DRIVERS.get(Version(cuda or '0').major, '0')
-    require(gpus,
-        f'torch {cuda} sees no GPU, driver {driver}: update the driver to {floor} or newer, '
-                  'or unset CUDA_VISIBLE_DEVICES')
+    require(
+        gpus,
+        f'torch {cuda} sees no GPU, driver {driver}: '
+        f'update the driver to {floor} or newer, or unset CUDA_VISIBLE_DEVICES'
+    )
     old = _too_old(
         dict(CUDA=cuda, driver=driver or floor), dict(CUDA=CUDA_FLOOR, driver=floor)
     )
@@ -116,11 +132,19 @@ def _check_cuda(gpus:int, cuda:str|None, driver:str|None)->str: # that torch see
     return f'{cuda}, {_gpus(gpus)}, driver {driver or "unknown"}'
 
 # %% ../../nbs/71_tools.doctor.ipynb #3357e6d4
-def _check_flash(glibc:str|None, cuda:str|None, torch_version:str, flash:str|None)->str: # None: missing
+def _check_flash(
+    glibc:str|None, # versions; None: it is missing
+    cuda:str|None,
+    torch_version:str,
+    flash:str|None,
+)->str:
     "Raises unless the wheels of an installed FlashAttention can be loaded."
     if flash is None:
         raise Skip("not installed, and not needed: torch's fused attention is used")
-    old = _too_old({'GLIBC':glibc, 'CUDA':cuda, 'torch':torch_version, 'flash-attn':flash}, FLASH_FLOORS)
+    versions = {
+        'GLIBC':glibc, 'CUDA':cuda, 'torch':torch_version, 'flash-attn':flash
+    }
+    old = _too_old(versions, FLASH_FLOORS)
     require(
         not old,
         f"{'; '.join(old)}: pip uninstall flash-attn, or build it from source here: "
@@ -135,7 +159,10 @@ def _driver_version(command:str='nvidia-smi')->str|None: # None: there is no dri
     return match and match[0]
 
 # %% ../../nbs/71_tools.doctor.ipynb #7cfb0dde
-def _check_gpus(ranks:int, seen:int)->str: # ranks on this machine; GPUs that torch sees
+def _check_gpus(
+    ranks:int, # on this machine
+    seen:int, # GPUs that torch sees
+)->str:
     "Raises unless every rank has a GPU; a single rank may train on the CPU."
     present = 'are 0 GPUs: ask where they are; without --gpus, this CPU is checked'
     if seen: present = f'are {seen} GPUs: --gpus {seen}'
@@ -145,32 +172,40 @@ def _check_gpus(ranks:int, seen:int)->str: # ranks on this machine; GPUs that to
     return f'{ranks} of {_gpus(seen)}'
 
 # %% ../../nbs/71_tools.doctor.ipynb #274cf9ef
-def check_disk(folder:str|Path, one:float, n:int, free:float|None=None)->str: # None: as the system says
-    "Raises unless `n` checkpoints of `one` bytes can be written there, and there is room for them."
+def check_disk(
+    folder:str|Path, # need not be there
+    size:float, # bytes of a checkpoint
+    count:int, # checkpoints
+    free:float|None=None, # bytes; None: as the system says
+)->str:
+    "Raises unless so many checkpoints can be written there, and there is room for them."
     path = Path(folder).absolute()
-    nearest = next(p for p in (path, *path.parents) if p.exists())
-    with tempfile.TemporaryFile(dir=nearest) as f:
+    existing = next(p for p in (path, *path.parents) if p.exists())
+    with tempfile.TemporaryFile(dir=existing) as f:
         f.write(b'x')
-    if free is None: free = shutil.disk_usage(nearest).free
+    if free is None: free = shutil.disk_usage(existing).free
     noun = 'checkpoint'
-    if n>1: noun += 's'
-    text = f'{n} {noun} of {one/1e9:.2f} GB, {free/1e9:.1f} GB are free'
+    if count>1: noun += 's'
+    text = f'{count} {noun} of {size/1e9:.2f} GB, {free/1e9:.1f} GB are free'
     require(
-        n*one<=free,
+        count*size<=free,
         f'{text}: lower max_keep_ckpts, raise eval_interval, '
         'or give another vlm_checkpoint_path'
     )
     return text
 
 # %% ../../nbs/71_tools.doctor.ipynb #f617839f
-def _check_wandb(train_cfg:TrainConfig, mode:str|None=None)->str: # None: wandb is asked
+def _check_wandb(
+    train_cfg:TrainConfig,
+    mode:str|None=None, # of wandb; None: as it says
+)->str:
     "Raises when figures shall reach wandb and will not."
     if 'wandb' not in train_cfg.trackers:
         raise Skip('not asked for: log.jsonl has all figures')
     if mode is None:
         import wandb
         mode = wandb_mode(wandb)
-    if mode=='online' or mode and 'WANDB_MODE' in os.environ:
+    if mode=='online' or mode and 'WANDB_MODE' in os.environ: # it was chosen
         return mode
     if not {'log_wandb','tracker'}&train_cfg.given:
         raise Skip('not logged in: figures stay in log.jsonl and on disk')
@@ -213,7 +248,10 @@ def _check_slurm(train_cfg:TrainConfig, command:str='sinfo')->str:
     )
 
 # %% ../../nbs/71_tools.doctor.ipynb #19573343
-def _smoke_config(train_cfg:TrainConfig, updates:int)->TrainConfig: # from `resolve_start`
+def _smoke_config(
+    train_cfg:TrainConfig, # from `resolve_start`
+    updates:int,
+)->TrainConfig:
     "Returns a run of some updates that reports nowhere."
     return evolve(
         train_cfg,
@@ -231,9 +269,13 @@ def _smoke_config(train_cfg:TrainConfig, updates:int)->TrainConfig: # from `reso
     )
 
 # %% ../../nbs/71_tools.doctor.ipynb #5900a8cf
-def _short_run(vlm_cfg:VLMConfig, small:TrainConfig, folder:str,
-    timeout_s:float)->tuple[list,str]:
-    "Returns the losses of a run in a process of its own, and the last line of what it says if it fails."
+def _short_run(
+    vlm_cfg:VLMConfig,
+    small:TrainConfig, # from `_smoke_config`
+    folder:str, # where it writes
+    timeout_s:float,
+)->tuple[list,str]: # losses; last line that it printed, '' if it succeeded
+    "Trains in a process of its own."
     save_yaml(f'{folder}/config.yaml', vlm_cfg, small)
     command = [
         sys.executable,
@@ -250,12 +292,17 @@ def _short_run(vlm_cfg:VLMConfig, small:TrainConfig, folder:str,
             record['batch_loss'] for record in read_log(log) if 'batch_loss' in record
         ]
     if not done.returncode: return losses,''
-    return losses,[f'ended with {done.returncode}', *done.stderr.strip().splitlines()][-1]
+    lines = [f'ended with {done.returncode}', *done.stderr.strip().splitlines()]
+    return losses,lines[-1]
 
 # %% ../../nbs/71_tools.doctor.ipynb #19573344
-def check_short_run(vlm_cfg:VLMConfig, train_cfg:TrainConfig, updates:int=3,
-    timeout_s:float=1800.)->str:
-    "Raises unless a process of its own can train for some updates as `resolve_start` says."
+def check_short_run(
+    vlm_cfg:VLMConfig, # from `resolve_start`
+    train_cfg:TrainConfig, # from `resolve_start`
+    updates:int=3,
+    timeout_s:float=1800.,
+)->str:
+    "Raises unless a process of its own can train for some updates."
     small = _smoke_config(train_cfg, updates)
     with tempfile.TemporaryDirectory() as folder:
         if small.resume_from_vlm_checkpoint:
@@ -266,26 +313,32 @@ def check_short_run(vlm_cfg:VLMConfig, train_cfg:TrainConfig, updates:int=3,
             )
         vlm_cfg = evolve(vlm_cfg, vlm_checkpoint_path=folder, hf_repo_name=None)
         try:
-            losses,last = _short_run(vlm_cfg, small, folder, timeout_s)
+            losses,error = _short_run(vlm_cfg, small, folder, timeout_s)
         except subprocess.TimeoutExpired:
-            raise UsageError(f'not over after {timeout_s:g} s: this machine may be too slow') from None
+            raise UsageError(
+                f'not over after {timeout_s:g} s: this machine may be too slow'
+            ) from None
     require(
-        not last and len(losses)==updates and None not in losses,
-        f'{len(losses)} of {updates} updates: {last or "a loss is no number"}'
+        not error and len(losses)==updates and None not in losses,
+        f'{len(losses)} of {updates} updates: {error or "a loss is no number"}'
     )
     return f'{updates} updates, loss {losses[0]:.3f} to {losses[-1]:.3f}'
 
 # %% ../../nbs/71_tools.doctor.ipynb #01697dc8
-def machine_findings(train_cfg:TrainConfig, gpus:int=1)->Iterator[Finding]: # ranks here
+def machine_findings(
+    train_cfg:TrainConfig,
+    gpus:int=1, # ranks on this machine
+)->Iterator[Finding]:
     "Yields what the checks of the machine find, one after the other."
     seen = torch.cuda.device_count()
     cuda = torch.version.cuda
-    wheels = platform.libc_ver()[1] or None,cuda,torch.__version__,_installed('flash-attn')
+    _,glibc = platform.libc_ver()
+    flash = _installed('flash-attn')
     checks:list[tuple] = [
         ('packages', _check_packages),
         ('GPUs', _check_gpus, gpus, seen),
         ('CUDA', _check_cuda, seen, cuda, _driver_version()),
-        ('flash-attn', _check_flash, *wheels),
+        ('flash-attn', _check_flash, glibc or None, cuda, torch.__version__, flash),
         ('wandb', _check_wandb, train_cfg),
         ('tasks', _check_tasks, train_cfg),
         ('Slurm', _check_slurm, train_cfg)

@@ -20,16 +20,19 @@ from ..core.logs import describe
 from ..core.usage import MissingFile,aligned,require,say
 
 # %% ../../nbs/70_tools.runs.ipynb #5af540bd
-def _since(seconds:float)->str: # e.g. '2.0 h'
+def _duration(seconds:float)->str: # e.g. '2.0 h'
     "Returns a duration in its largest unit."
-    for unit,size in (('days', 86400), ('h', 3600), ('min', 60)):
-        if seconds>=2*size: return f'{seconds/size:.1f} {unit}'
+    for unit,length in (('days', 86400), ('h', 3600), ('min', 60)):
+        if seconds>=2*length: return f'{seconds/length:.1f} {unit}'
     return f'{seconds:.0f} s'
 
 # %% ../../nbs/70_tools.runs.ipynb #7f601c62
-def list_checkpoints(run_dir:Path, now:float|None=None)->list[str]: # of a run; seconds since 1970
+def list_checkpoints(
+    run_dir:Path,
+    now:float|None=None, # seconds since 1970; None: the clock
+)->list[str]:
     "Returns a line for each checkpoint of a run, the newest first, and for those that were set aside."
-    named = dict(last=last_checkpoint(run_dir), best=read_pointer(run_dir, BEST))
+    marked = dict(last=last_checkpoint(run_dir), best=read_pointer(run_dir, BEST))
     lines = []
     for folder in (run_dir, *abandoned(run_dir)[::-1]):
         for path in checkpoints(folder)[::-1]:
@@ -37,10 +40,10 @@ def list_checkpoints(run_dir:Path, now:float|None=None)->list[str]: # of a run; 
             state = 'complete'
             if missing:
                 state = f'incomplete, lacks {", ".join(missing)}'
-            marks = ' and '.join(mark for mark,marked in named.items() if marked==path)
+            marks = ' and '.join(mark for mark,kept in marked.items() if kept==path)
             if marks: state += f'  <- {marks}'
             name = path.relative_to(run_dir).as_posix()
-            age = _since((now or time.time())-written(path))
+            age = _duration((now or time.time())-written(path))
             size = f'{sum(file_sizes(path).values())/1e6:.1f} MB'
             lines.append(aligned((name, age, size, f'  {state}'), (-12, 10, 13, 0)))
     return lines
@@ -68,7 +71,10 @@ def _state_of(run_dir:Path)->str:
     return f'running, {process}'
 
 # %% ../../nbs/70_tools.runs.ipynb #566da16d
-def _status_lines(run_dir:Path, now:float|None=None)->list[str]: # with a log; seconds since 1970, None: now
+def _status_lines(
+    run_dir:Path, # with a log
+    now:float|None=None, # seconds since 1970; None: the clock
+)->list[str]:
     "Returns the state of a run, and its last figures."
     log = run_dir/LOG
     head = f'{run_dir.absolute().name}: {_state_of(run_dir)}'
@@ -77,11 +83,13 @@ def _status_lines(run_dir:Path, now:float|None=None)->list[str]: # with a log; s
     latest = {}
     for record in records: latest |= record
     latest = {name:latest[name] for name in latest if name in _SHOWN}
-    age = _since((now or time.time())-log.stat().st_mtime)
+    age = _duration((now or time.time())-log.stat().st_mtime)
     return [head, f"{describe(latest, records[-1]['step'])} ({age} ago)"]
 
 # %% ../../nbs/70_tools.runs.ipynb #7a68217b
-def _last_figures(log:Path)->tuple[dict,float|None]: # may not be there
+def _last_figures(
+    log:Path, # may not be there
+)->tuple[dict,float|None]:
     "Returns the last update in a log, or {}, and the lowest validation loss, or None."
     updates = []
     validations = []
@@ -90,7 +98,7 @@ def _last_figures(log:Path)->tuple[dict,float|None]: # may not be there
         if b'"batch_loss"' in line: updates.append(line)
         if b'"val_loss"' in line: validations.append(line)
     records = []
-    for line in updates[-2:]+validations: # the last may be torn
+    for line in updates[-2:]+validations: # two updates, for the last may be torn
         with suppress(ValueError, LookupError, TypeError, RecursionError):
             record = json.loads(line)
             if type(record['step']) is int: records.append(record)
@@ -99,31 +107,36 @@ def _last_figures(log:Path)->tuple[dict,float|None]: # may not be there
         for record in records
         if isinstance(record.get('val_loss'), float)
     ]
+    # of the first two records, which are the updates, the later one
     last = next((record for record in records[1::-1] if 'batch_loss' in record), {})
     return last,min(losses, default=None)
 
-def list_runs(folder:str|Path, now:float|None=None)->list[str]: # seconds since 1970, None: the clock
+def list_runs(
+    folder:str|Path,
+    now:float|None=None, # seconds since 1970; None: the clock
+)->list[str]:
     "Returns a line for each run in a folder, below a line of headings, the newest first."
     def number(value):
         if isinstance(value, (int,float)): return f'{value:.4g}'
         return '-'
     rows = [('run','status','update','loss','best','size','written')]
     for run_dir in runs_in(folder):
-        update,best = _last_figures(run_dir/LOG)
+        last,best = _last_figures(run_dir/LOG)
         size = sum(file_sizes(run_dir).values())/1e6
-        age = _since((now or time.time())-last_written(run_dir))
+        age = _duration((now or time.time())-last_written(run_dir))
         state = _state_of(run_dir).partition(' (')[0].partition(', ')[0]
         rows.append(
             (
                 run_dir.name,
                 state,
-                str(update.get('step', 0)),
-                number(update.get('batch_loss')),
+                str(last.get('step', 0)),
+                number(last.get('batch_loss')),
                 number(best),
                 f'{size:,.0f} MB',
                 f'{age} ago'
             )
         )
+    # negative: aligned to the left
     widths = [-2-max(map(len, column)) for column in zip(*rows)]
     return [aligned(row, widths).rstrip() for row in rows]
 
@@ -131,19 +144,21 @@ def list_runs(folder:str|Path, now:float|None=None)->list[str]: # seconds since 
 def _follow(run_dir:Path, pause_s:float=1.)->Iterator[str]: # seconds between two looks
     "Yields each line that a run writes into its text log from now on, until it ends."
     log = run_dir/TEXT_LOG
-    size = log.stat().st_size if log.is_file() else 0
+    offset = log.stat().st_size if log.is_file() else 0 # bytes
     running = True
     while running:
-        running = bool(holder(run_dir)) # asked first: what was written before the end is still said
-        new = log.read_bytes()[size:] if log.is_file() else b''
-        size += len(new)
+        running = bool(holder(run_dir)) # before it reads, so that it misses no last line
+        new = log.read_bytes()[offset:] if log.is_file() else b''
+        offset += len(new)
         yield from new.decode(errors='replace').splitlines()
         if running: time.sleep(pause_s)
     yield f'the run has ended: {_state_of(run_dir)}'
 
 # %% ../../nbs/70_tools.runs.ipynb #d79728e2
-def gpu_lines(fields:str='index,name,utilization.gpu,memory.used,memory.total', # that nvidia-smi knows
-    command:str='nvidia-smi')->list[str]: # what to ask
+def gpu_lines(
+    fields:str='index,name,utilization.gpu,memory.used,memory.total', # of nvidia-smi
+    command:str='nvidia-smi',
+)->list[str]:
     "Returns the fields of the GPUs of this machine, a line for each; none where there is none."
     if shutil.which(command) is None: return []
     ask = [command, f'--query-gpu={fields}', '--format=csv,noheader']
@@ -152,12 +167,16 @@ def gpu_lines(fields:str='index,name,utilization.gpu,memory.used,memory.total', 
     return [f'GPU {line}' for line in lines if line.count(',')==fields.count(',')]
 
 # %% ../../nbs/70_tools.runs.ipynb #e5590701
-def _delete(run_dir:Path, days:float|None, and_abandoned:bool)->Iterator[str]: # age of checkpoints, or None
-    "Deletes what is asked for; yields a line for each directory, also for those that no run has made."
+def _delete(
+    run_dir:Path,
+    days:float|None, # age of checkpoints; None: of no age
+    and_abandoned:bool, # what was set aside, too
+)->Iterator[str]:
+    "Deletes checkpoints; yields a line for each directory, also for those that no run has made."
     if days is None and not and_abandoned: return
-    is_run = any((run_dir/name).is_file() for name in (CONFIG,LOG)) or left_behind(run_dir, None)
+    has_files = any((run_dir/name).is_file() for name in (CONFIG,LOG))
     require(
-        is_run,
+        has_files or left_behind(run_dir, None),
         f'{run_dir} is no run, nothing in it is deleted: give the directory of a run'
     )
     deleted = []
@@ -175,10 +194,14 @@ def _delete(run_dir:Path, days:float|None, and_abandoned:bool)->Iterator[str]: #
     for folder in deleted: yield f'deleted {folder.name}'
 
 # %% ../../nbs/70_tools.runs.ipynb #60aa0012
-def show_runs(names:Sequence, # directories of a run or of several, or files log.jsonl
-    curves:str|None=None, pth:str|None=None, # only draw into this picture; write a file for MiniMind
-    delete_older_than:float|None=None, delete_abandoned:bool=False, # days; see `_delete`
-    follow:bool=False)->int: # then what a run writes, until it ends; 1 if one has no complete checkpoint
+def show_runs(
+    names:Sequence, # directories of a run or of several, or files log.jsonl
+    curves:str|None=None, # only draw into this picture
+    pth:str|None=None, # write this file for MiniMind
+    delete_older_than:float|None=None, # days
+    delete_abandoned:bool=False, # see `_delete`
+    follow:bool=False, # then print what a run writes, until it ends
+)->int: # 1 if one has no complete checkpoint, else 0
     "Prints the runs of a directory, or how each run stands."
     if curves:
         logs = {}
