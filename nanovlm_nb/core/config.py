@@ -852,30 +852,6 @@ def _qwen(size):
         long_run_name=False
     )
 
-PRESETS:dict[str,tuple[dict,dict]] = dict(
-    shapes=(_SHAPES_VLM,_SHAPES_TRAIN),
-    nanovlm=({},{}),
-    nanovlm_native=(dict(resize_to_max_side_len=False),{}),
-    minimind=(_MINIMIND_VLM,_MINIMIND_TRAIN),
-    minimind_ddp=(_MINIMIND_VLM,_MINIMIND_TRAIN|dict(batch_size=4)),
-    minimind_clip=(_MINIMIND_CLIP,_MINIMIND_TRAIN),
-    minimind3=(
-        _MINIMIND3_VLM,
-        _MINIMIND_TRAIN|dict(load_from='out/llm_{dim}{_moe}.pth')
-    ),
-    qwen2_5_vl_3b=_qwen('3b'),
-    qwen2_5_vl_7b=_qwen('7b')
-)
-
-# %% ../../nbs/03_core.config.ipynb #e6403d13
-def preset(name:str)->tuple[VLMConfig,TrainConfig]:
-    "Returns the configurations of this name, of which nothing counts as given."
-    check_known([str(name)], PRESETS, 'preset')
-    configs = VLMConfig(**PRESETS[name][0]),TrainConfig(**PRESETS[name][1])
-    for cfg in configs: cfg.given.clear()
-    return configs
-
-# %% ../../nbs/03_core.config.ipynb #1c0d7102
 _TINY_VLM = dict(
     vit_hidden_dim=32,
     vit_n_heads=2,
@@ -899,6 +875,31 @@ _TINY_TRAIN = dict(
     progress_bar=False
 )
 
+PRESETS:dict[str,tuple[dict,dict]] = dict(
+    shapes=(_SHAPES_VLM,_SHAPES_TRAIN),
+    nanovlm=({},{}),
+    nanovlm_native=(dict(resize_to_max_side_len=False),{}),
+    minimind=(_MINIMIND_VLM,_MINIMIND_TRAIN),
+    minimind_ddp=(_MINIMIND_VLM,_MINIMIND_TRAIN|dict(batch_size=4)),
+    minimind_clip=(_MINIMIND_CLIP,_MINIMIND_TRAIN),
+    minimind3=(
+        _MINIMIND3_VLM,
+        _MINIMIND_TRAIN|dict(load_from='out/llm_{dim}{_moe}.pth')
+    ),
+    qwen2_5_vl_3b=_qwen('3b'),
+    qwen2_5_vl_7b=_qwen('7b'),
+    tiny=(_SHAPES_VLM|_TINY_VLM,_SHAPES_TRAIN|_TINY_TRAIN)
+)
+
+# %% ../../nbs/03_core.config.ipynb #e6403d13
+def preset(name:str)->tuple[VLMConfig,TrainConfig]:
+    "Returns the configurations of this name, of which nothing counts as given."
+    check_known([str(name)], PRESETS, 'preset')
+    configs = VLMConfig(**PRESETS[name][0]),TrainConfig(**PRESETS[name][1])
+    for cfg in configs: cfg.given.clear()
+    return configs
+
+# %% ../../nbs/03_core.config.ipynb #1c0d7102
 # name of a backbone -> its learning rate
 BACKBONE_RATES = dict(
     vit_model_type='lr_vision_backbone', lm_model_type='lr_language_backbone'

@@ -356,12 +356,18 @@ class SettingsParser(Parser):
         given = {name:value for name,value in by_field.items() if value is not MISSING}
         first = Path(rest[0]) if rest else Path('none') # which is no file
         values.run_dir = None
+        file = None
         if self.takes_run and first.is_dir():
             values.run_dir = check_run(rest.pop(0))
-            values.config = str(first/CONFIG)
+            file = first/CONFIG
         elif first.suffix in ('.yaml','.yml'):
-            values.config = values.config or str(first)
-            del rest[0]
+            file = Path(rest.pop(0))
+        if file:
+            require(
+                values.config in (None,str(file)),
+                f'two files of settings, {file} and {values.config}: give one of them'
+            )
+            values.config = str(file)
         require(
             not (first/CONFIG).is_file() or values.run_dir,
             f'`{first}` belongs to no flag: give --config {first/CONFIG}'
