@@ -804,11 +804,17 @@ def loader_workers(cfg:TrainConfig, cores:int|None=None)->int: # of a rank; None
 
 # %% ../../nbs/03_core.config.ipynb #e5a20004
 def load_function(name:str, field:str)->Callable:
-    "Returns a user's function `module:function`, from a package or from the working directory."
+    "Returns a user's function `module:function`, or `file.py:function`; modules may lie where we are."
     # a console script does not search the working directory, `python -m` and `torchrun -m` do
     if '' not in sys.path and os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     module,_,function = name.partition(':')
+    file = Path(module)
+    if file.suffix=='.py':
+        require(file.is_file(), f'{field} {name!r}: there is no file {module}')
+        if str(file.parent.resolve()) not in sys.path:
+            sys.path.append(str(file.parent.resolve()))
+        module = file.stem
     try: imported = import_module(module)
     except ModuleNotFoundError as e:
         where = 'in the working directory or on PYTHONPATH'
