@@ -24,6 +24,7 @@ from ..data.shapes import blind_guesses
 from ..data.kept import held_out_loader,loaders_of
 from ..data.loader import first_rows
 from ..model.vision import stack_tiles
+from ..model.vlm import ModelClass
 from .answer import LONGEST,Asker,Result,accuracy,accuracy_table,answer_all,answer_losses
 from .answer import questions_of,tally_kinds
 
@@ -151,9 +152,10 @@ def held_out_rows(val:Any, n:int, vlm_cfg:VLMConfig)->list[dict]: # loader of va
 def look_at_checkpoint(checkpoint:str|Path, # or a run, or a hub id
     config:str|Path|None=None, rows:int|None=None, # names the data; held-out rows; None: as in the run
     as_json:bool=False, device:str|None=None, batch_size:int=64, # None: the best there is
-    probe_rows:int=0)->None: # training rows for a linear probe; 0: none
+    probe_rows:int=0, # training rows for a linear probe; 0: none
+    model:ModelClass=None)->None: # of your own, see `model_class`
     "Prints the table of right answers about held-out rows, and what is wrong with them."
-    asker = Asker.from_checkpoint(checkpoint, device)
+    asker = Asker.from_checkpoint(checkpoint, device, model=model)
     if not config and asker.run_dir:
         config = asker.run_dir/CONFIG
     if not config:
@@ -161,7 +163,8 @@ def look_at_checkpoint(checkpoint:str|Path, # or a run, or a hub id
     _,cfg = load_yaml(config, given=None) # data is read alone
     cfg = evolve(cfg, val_workers=0, num_workers=0, cache_features=False,
         custom_transforms=[])
-    val = held_out_loader(cfg, asker.model.cfg, asker.tokenizer, Path(config).parent)
+    val = held_out_loader(cfg, asker.model.cfg, asker.tokenizer, Path(config).parent,
+        type(asker.model).processor)
     count = rows or cfg.ask_samples or TrainConfig.ask_samples
     held_out = held_out_rows(val, count, asker.model.cfg)
     require(held_out,

@@ -964,7 +964,7 @@ def loader_workers(
 
 # %% ../../nbs/03_core.config.ipynb #e5a20004
 def load_function(
-    name:str, # module:function
+    name:str, # module:function, or file.py:function
     field:str, # the setting that names it, for messages
 )->Callable:
     "Returns a user's function, from a package or from the working directory."
@@ -972,6 +972,12 @@ def load_function(
     if '' not in sys.path and os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     module,_,function = name.partition(':')
+    file = Path(module)
+    if file.suffix=='.py':
+        require(file.is_file(), f'{field} {name!r}: there is no file {module}')
+        if str(file.parent.resolve()) not in sys.path:
+            sys.path.append(str(file.parent.resolve()))
+        module = file.stem
     try: imported = import_module(module)
     except ModuleNotFoundError as e:
         where = 'in the working directory or on PYTHONPATH'

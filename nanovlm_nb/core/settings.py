@@ -26,12 +26,14 @@ from .config import TrainConfig,VLMConfig
 # %% ../../nbs/04_core.settings.ipynb #12e1b890
 def save_yaml(path:str|Path, vlm_cfg:VLMConfig, train_cfg:TrainConfig)->None:
     """Writes all fields of both configurations, and replaces a file in one step.
-    Fields of a script's own classes are left out: it adds them each time."""
+    Fields of a script's own classes are left out, and what follows from them: it adds them each time."""
     sections:dict = {}
     for name,cfg in (('vlm',vlm_cfg),('train',train_cfg)):
         sections[name] = {
             field:value for field,value in cfg.to_dict().items() if field in FIELDS
         }
+    if type(vlm_cfg) is not VLMConfig:
+        for field in vlm_cfg.derived(): sections['vlm'].pop(field)
     tokens = sections['vlm']['vlm_extra_tokens']
     sections['vlm']['vlm_extra_tokens'] = [
         {name:token} for name,token in tokens.items()

@@ -159,8 +159,8 @@ def _best_asker(
     best = find_checkpoint(trainer.log.run_dir)
     samples = getattr(trainer.held_out, 'samples', None)
     processor = getattr(samples, 'image_processor', None)
-    if make is None:
-        return Asker.from_checkpoint(best, processor=processor)
+    if make is None or isinstance(make, type):
+        return Asker.from_checkpoint(best, processor=processor, model=make)
     cfg,state = checkpoint_weights(Path(best), trainer.base.config_class)
     model = make(cfg, trainer.cfg, True)
     load_weights(model, state, best)

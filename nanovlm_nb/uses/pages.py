@@ -22,14 +22,14 @@ from PIL import Image
 from ..core.run_dir import read_example
 from ..core.usage import MissingFile,UsageError,require,say,user_path
 from ..data.images import open_image
-from ..answers.answer import Asker,Chat,standard_processor
+from ..answers.answer import Asker,Chat
 from ..answers.heatmap import answer_heat,overlay,default_blocks
 from ..model.files import written_at_once
 from ..model.formats import to_smolvlm
-from ..model.vlm import VisionLanguageModel
+from ..model.vlm import ModelClass,VisionLanguageModel
 from ..data.rows import DESCRIBE
 from ..data.shapes import QUESTIONS,shapes_dataset
-from .export import need,open_model,pre_tokenizer,save_json
+from .export import check_exportable,need,open_model,pre_tokenizer,save_json
 from .onnx import OWN_NOTE,client_note,export_onnx,write_graphs
 
 # %% ../../nbs/83_uses.pages.ipynb #56edd373
@@ -145,12 +145,13 @@ def _build_page(asker:Asker, title:str, max_new_tokens:int=64, # heading; longes
 
 # %% ../../nbs/83_uses.pages.ipynb #5edc451e
 def serve(checkpoint:str|Path, max_new_tokens:int=64, # or a run, or a hub id; of the longest answer
-    host:str='127.0.0.1', port:int=7860)->None: # address
+    host:str='127.0.0.1', port:int=7860, # address
+    model:ModelClass=None)->None: # of your own, see `model_class`
     "Shows a page where you talk with a model about pictures, until Ctrl-C."
     need('demo', 'gradio')
     try: example = read_example(checkpoint)[:2]
     except MissingFile: example = None
-    asker = Asker.from_checkpoint(checkpoint)
+    asker = Asker.from_checkpoint(checkpoint, model=model)
     page = _build_page(asker, f'nanovlm_nb: {checkpoint}', max_new_tokens, example)
     only_here = dict(middleware=[(_OnlyHere, (host,), {})])
     try:
@@ -267,15 +268,16 @@ def _export_web(model:VisionLanguageModel, # with its tokenizer
 # %% ../../nbs/83_uses.pages.ipynb #74a00027
 def export_graphs(checkpoint:str|Path, folder:str|Path, # see `open_model`; directory to write
     kind:str='onnx', int8:bool=False, # or web; see `export_onnx`
-    web_runtime:str|None=None)->None: # see `_read_runtime`
+    web_runtime:str|None=None, # see `_read_runtime`
+    model:ModelClass=None)->None: # of your own, see `model_class`
     "Writes a checkpoint as ONNX files, or as a page with them, and prints where."
     need('onnx', 'onnx', 'onnxruntime', 'onnxscript')
     note = f'{OWN_NOTE} says how pictures are cut and announced'
     with user_path():
-        model = open_model(checkpoint, kind)
-        standard_processor(model) # or a UsageError
-        if kind=='onnx': export_onnx(model, folder, int8)
+        opened = open_model(checkpoint, kind, model)
+        check_exportable(opened, kind)
+        if kind=='onnx': export_onnx(opened, folder, int8)
         else:
-            _export_web(model, folder, web_runtime)
+            _export_web(opened, folder, web_runtime)
             note = f'python -m http.server -d {shlex.quote(str(folder))} shows it'
     say(f'{folder}: {kind}; {note}')
