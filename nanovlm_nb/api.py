@@ -28,6 +28,7 @@ from .answers.answer import Asker
 from .answers.look import compare_answers
 from .model.vlm import ModelClass,model_class
 from .runs.run import run
+from .runs.start import is_pth
 from .uses.export import export_model,open_model
 from .uses.pages import export_graphs
 
@@ -43,6 +44,8 @@ _FOR_ROWS = dict(train_dataset_path=OWN_ROWS, stream_dataset=False,
     use_lmms_eval=False, hf_repo_name=None,
     long_run_name=False)
 
+_LENGTHS = {'max_training_steps','max_training_samples','max_epochs'} # each says how long a run is
+
 def _settings(count, preset, given, val_size=None, kind=VLMConfig):
     "Configurations for so many rows of your own; what is not given is as in the preset, or as above."
     vlm_cfg,train_cfg = preset_of(preset)
@@ -52,13 +55,19 @@ def _settings(count, preset, given, val_size=None, kind=VLMConfig):
     steps = given.get('max_training_steps', train_cfg.max_training_steps)
     quarter = as_type('max_training_steps', steps, Pos)//4
     rates = {}
-    if given.get('load_from'): rates = _learning(5e-5)
+    begun = given.get('load_from')
+    if begun and not is_pth(begun): # whole models: nothing of them is new
+        rates = _learning(5e-5)
     elif preset == 'shapes': rates = _learning(1e-3)
-    for name,rate in BACKBONE_RATES.items():
-        if given.get(name): rates.pop(rate, None) # see `change`
+    named = [name for name in BACKBONE_RATES if given.get(name)]
+    for name in named: rates.pop(BACKBONE_RATES[name], None) # see `change`
     same = given.get('custom_transforms') or given.get('cache_features')
-    usual = _FOR_ROWS | rates | dict(random_crop=None if same else .7,
-        val_size=val_size, ask_samples=min(val_size, 100),
+    usual = _FOR_ROWS | rates
+    if named:
+        quarter = min(quarter, 100) # it learns faster than one from nothing
+        if not given.keys() & _LENGTHS: usual |= dict(max_epochs=20)
+    usual |= dict(random_crop=None if same else .7,
+        val_size=val_size, ask_samples=min(val_size, 100), best_by='answers',
         eval_in_epochs=val_size > 0,
         eval_interval=max(1, min(quarter, train_cfg.eval_interval)))
     return change(vlm_cfg, train_cfg, usual | given)

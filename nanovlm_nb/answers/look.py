@@ -117,7 +117,10 @@ def _mean_patch(asker, result): # of a question with a picture or more
     "The mean of the features that the vision tower has of their patches, `vit_hidden_dim` numbers."
     ids,tiles = asker.prompt(result.images, '')
     places = asker.model.layout_of(torch.tensor([ids]), images=tiles).tiles
-    return asker.model.see(stack_tiles(tiles), places).flatten(0, -2).mean(0).tolist()
+    known = asker.model.features # where the run has kept them
+    stacked = stack_tiles(tiles)
+    seen = known(stacked) if known else asker.model.see(stacked, places)
+    return seen.flatten(0, -2).mean(0).tolist()
 
 def probe(asker:Asker, train_rows:list, rows:list, # samples with decoded `images`: to learn from; held out
 )->dict: # kind of question, or 'all' -> (right, asked), of questions about pictures

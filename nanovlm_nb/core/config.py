@@ -474,6 +474,9 @@ class TrainConfig(Config):
     long_run_name:bool = True
     eval_in_epochs:bool = True # validate during training
     eval_interval:Pos = 500 # * updates between validations
+    # * what the best checkpoint has: the lowest loss in validation, or the most answers that it is sure of (of
+    # equally many, to a hundredth, the lowest loss)
+    best_by:Literal['loss','answers'] = 'loss'
     max_val_batches:Pos = 64 # * batches of a validation on each rank
     # * held-out samples whose questions the best model answers at the end, at most as many as it was trained
     # on; 0: none
@@ -670,7 +673,8 @@ _CAREFUL = rules(CAREFUL, {
     'custom_transforms random_crop':'from here on updates are made differently',
     'images_path':'the pictures there must be the same ones',
     'dtype':'losses and weights will differ in their last digits',
-    'max_val_batches':'validation losses, and which is the best, are measured on other data'})
+    'max_val_batches':'validation losses, and which is the best, are measured on other data',
+    'best_by':'what is the best so far was judged in another way'})
 
 # %% ../../nbs/03_core.config.ipynb #f1e1d008
 OF_RUN = {*'''lm_max_length vlm_load_backbone_weights vlm_checkpoint_path hf_repo_name attn_backend init_std

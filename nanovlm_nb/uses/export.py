@@ -97,8 +97,8 @@ library_name: transformers
 ---
 A `{kind}`, written by `nanovlm export`. {processor}
 
-Lay pictures with transparency on white and give PIL images, since transformers drops the transparency of
-files that it opens itself:
+Turn photographs as their EXIF data say, lay pictures with transparency on white, and give PIL images:
+transformers turns no PIL image, and drops the transparency of files that it opens itself:
 
 ```python
 from PIL import Image, ImageOps
