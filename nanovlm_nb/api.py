@@ -201,6 +201,7 @@ class Settings(TypedDict, total=False):
     long_run_name:bool
     eval_in_epochs:bool
     eval_interval:int
+    best_by:Literal['loss','answers']
     max_val_batches:int
     ask_samples:int
     save_interval:int
