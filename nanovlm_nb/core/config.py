@@ -32,7 +32,9 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 
-def image_tokens(convention:str='nanovlm')->dict[str,str]: # of `image_convention`; those of transformers
+def image_tokens(
+    convention:str='nanovlm', # as `image_convention`
+)->dict[str,str]: # named as in transformers
     "Returns name -> token: an image token, the whole picture, tiles of a grid, what stands around them."
     if convention=='qwen':
         return {
@@ -871,7 +873,8 @@ PRESETS:dict[str,tuple[dict,dict]] = dict(
 def preset(name:str)->tuple[VLMConfig,TrainConfig]:
     "Returns the configurations of this name, of which nothing counts as given."
     check_known([str(name)], PRESETS, 'preset')
-    configs = VLMConfig(**PRESETS[name][0]),TrainConfig(**PRESETS[name][1])
+    model,run = PRESETS[name]
+    configs = VLMConfig(**model),TrainConfig(**run)
     for cfg in configs: cfg.given.clear()
     return configs
 

@@ -135,10 +135,12 @@ def _read_kept(file:Path)->datasets.Dataset:
 
 def loaders_of(train_cfg:TrainConfig, run_dir:Path)->Callable: # see `get_dataloaders`
     "What makes the loaders of a run, also if it was given its rows in Python."
-    cfg = train_cfg
-    if cfg.train_dataset_path!=OWN_ROWS: return get_dataloaders
+    if train_cfg.train_dataset_path!=OWN_ROWS: return get_dataloaders
     train = MapSource(
-        _read_kept(kept_rows(run_dir)), cfg.seed, cfg.val_size, cfg.data_cutoff_idx
+        _read_kept(kept_rows(run_dir)),
+        train_cfg.seed,
+        train_cfg.val_size,
+        train_cfg.data_cutoff_idx
     )
     return partial(get_dataloaders, rows=(train, train.held_out()))
 
