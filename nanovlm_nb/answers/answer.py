@@ -27,7 +27,7 @@ from ..core.run_dir import write_atomic
 from ..core.plots import finished,styled
 from ..model.generate import TextStreams
 from ..model.language import Reader
-from ..model.vlm import VisionLanguageModel
+from ..model.vlm import ModelClass,VisionLanguageModel,model_class
 from ..data.images import ImageProcessor,image_processor_of,image_size,open_image
 from ..data.prompts import encode_chat,encode_prompt,image_strings,place_pictures
 from ..data.values import as_list
@@ -76,10 +76,12 @@ class Reply(str):
         return f'<p>{pictures}</p><p>{escape(question)}<br><b>{escape(self)}</b>{more}</p>'
 
 # %% ../../nbs/55_answers.answer.ipynb #a5e40011
-def standard_processor(model:VisionLanguageModel)->ImageProcessor: # of the library
+def standard_processor(model:VisionLanguageModel)->Any: # of its class, else of the library
     "Returns what cuts pictures for a model; a UsageError if its run had an image processor of its own."
     folder = model.folder
     parts = own_parts_of(folder.parent) if folder else ()
+    own = type(model).processor
+    if own: return own(model.cfg, ())
     require('processor' not in parts,
         f'{folder} was trained with an image processor of its own: bring it in '
         'Python, load(checkpoint, processor=...); commands and exports do not have it')
@@ -105,10 +107,11 @@ class Asker:
     def from_checkpoint(cls, checkpoint:str|Path, # a checkpoint, a run (its best is taken), or a hub id
         device:torch.device|str|None=None, # default: the best there is
         processor:Any=None, # see `from_model`
+        model:ModelClass=None, # of your own, see `model_class`
     )->'Asker':
         "Returns an `Asker` around a saved model."
-        model = VisionLanguageModel.from_pretrained(checkpoint)
-        return cls.from_model(model.to(pick_device(device)), processor=processor)
+        opened = model_class(model).from_pretrained(checkpoint)
+        return cls.from_model(opened.to(pick_device(device)), processor=processor)
 
     @property
     def device(self)->torch.device:
@@ -487,7 +490,8 @@ _TOGETHER = 16 # questions that are read in one batch
 def ask(checkpoint:str|Path, image:Sequence[str]=(), # a run, a checkpoint, or a hub id; files
     prompt:str|None=None, # question; '-': each line of the standard input; None: the one that a run keeps
     max_new_tokens:int=64, temperature:float=0., top_k:int=50, top_p:float=.9, # see `Asker.stream`
-    stop:Sequence[str]=(), seed:int=0, as_json:bool=False)->None: # ends of an answer; a JSON line for each
+    stop:Sequence[str]=(), seed:int=0, as_json:bool=False, # ends of an answer; a JSON line for each
+    model:ModelClass=None)->None: # of your own, see `model_class`
     "Prints the answers of a checkpoint to questions about some pictures."
     right = None
     questions:list = [prompt]
@@ -499,7 +503,7 @@ def ask(checkpoint:str|Path, image:Sequence[str]=(), # a run, a checkpoint, or a
         image = [str(picture)]
     for path in image:
         image_size(path) # before a model is read
-    asker = Asker.from_checkpoint(checkpoint)
+    asker = Asker.from_checkpoint(checkpoint, model=model)
     pictures = [open_image(path, asker.model.cfg.pixel_max) for path in image]
     sampling:dict = {}
     if temperature:

@@ -24,6 +24,7 @@ from ..data.shapes import blind_guesses
 from ..data.kept import held_out_loader,loaders_of
 from ..data.loader import first_rows
 from ..model.vision import stack_tiles
+from ..model.vlm import ModelClass
 from .answer import LONGEST,Asker,Result,accuracy,accuracy_table,answer_all,answer_losses
 from .answer import questions_of,tally_kinds
 
@@ -116,7 +117,10 @@ def _mean_patch(asker, result): # of a question with a picture or more
     "The mean of the features that the vision tower has of their patches, `vit_hidden_dim` numbers."
     ids,tiles = asker.prompt(result.images, '')
     places = asker.model.layout_of(torch.tensor([ids]), images=tiles).tiles
-    return asker.model.see(stack_tiles(tiles), places).flatten(0, -2).mean(0).tolist()
+    known = asker.model.features # where the run has kept them
+    stacked = stack_tiles(tiles)
+    seen = known(stacked) if known else asker.model.see(stacked, places)
+    return seen.flatten(0, -2).mean(0).tolist()
 
 def probe(asker:Asker, train_rows:list, rows:list, # samples with decoded `images`: to learn from; held out
 )->dict: # kind of question, or 'all' -> (right, asked), of questions about pictures
@@ -151,9 +155,10 @@ def held_out_rows(val:Any, n:int, vlm_cfg:VLMConfig)->list[dict]: # loader of va
 def look_at_checkpoint(checkpoint:str|Path, # or a run, or a hub id
     config:str|Path|None=None, rows:int|None=None, # names the data; held-out rows; None: as in the run
     as_json:bool=False, device:str|None=None, batch_size:int=64, # None: the best there is
-    probe_rows:int=0)->None: # training rows for a linear probe; 0: none
+    probe_rows:int=0, # training rows for a linear probe; 0: none
+    model:ModelClass=None)->None: # of your own, see `model_class`
     "Prints the table of right answers about held-out rows, and what is wrong with them."
-    asker = Asker.from_checkpoint(checkpoint, device)
+    asker = Asker.from_checkpoint(checkpoint, device, model=model)
     if not config and asker.run_dir:
         config = asker.run_dir/CONFIG
     if not config:
@@ -161,7 +166,8 @@ def look_at_checkpoint(checkpoint:str|Path, # or a run, or a hub id
     _,cfg = load_yaml(config, given=None) # data is read alone
     cfg = evolve(cfg, val_workers=0, num_workers=0, cache_features=False,
         custom_transforms=[])
-    val = held_out_loader(cfg, asker.model.cfg, asker.tokenizer, Path(config).parent)
+    val = held_out_loader(cfg, asker.model.cfg, asker.tokenizer, Path(config).parent,
+        type(asker.model).processor)
     count = rows or cfg.ask_samples or TrainConfig.ask_samples
     held_out = held_out_rows(val, count, asker.model.cfg)
     require(held_out,

@@ -476,6 +476,9 @@ class TrainConfig(Config):
     long_run_name:bool = True
     eval_in_epochs:bool = True # validate during training
     eval_interval:Pos = 500 # * updates between validations
+    # * what the best checkpoint has: the lowest loss in validation, or the most answers that it is sure of (of
+    # equally many, to a hundredth, the lowest loss)
+    best_by:Literal['loss','answers'] = 'loss'
     max_val_batches:Pos = 64 # * batches of a validation on each rank
     # * held-out samples whose questions the best model answers at the end, at most as many as it was trained
     # on; 0: none
@@ -672,7 +675,8 @@ _CAREFUL = rules(CAREFUL, {
     'custom_transforms random_crop':'from here on updates are made differently',
     'images_path':'the pictures there must be the same ones',
     'dtype':'losses and weights will differ in their last digits',
-    'max_val_batches':'validation losses, and which is the best, are measured on other data'})
+    'max_val_batches':'validation losses, and which is the best, are measured on other data',
+    'best_by':'what is the best so far was judged in another way'})
 
 # %% ../../nbs/03_core.config.ipynb #f1e1d008
 OF_RUN = {*'''lm_max_length vlm_load_backbone_weights vlm_checkpoint_path hf_repo_name attn_backend init_std
@@ -854,31 +858,6 @@ def _qwen(size):
         long_run_name=False
     )
 
-PRESETS:dict[str,tuple[dict,dict]] = dict(
-    shapes=(_SHAPES_VLM,_SHAPES_TRAIN),
-    nanovlm=({},{}),
-    nanovlm_native=(dict(resize_to_max_side_len=False),{}),
-    minimind=(_MINIMIND_VLM,_MINIMIND_TRAIN),
-    minimind_ddp=(_MINIMIND_VLM,_MINIMIND_TRAIN|dict(batch_size=4)),
-    minimind_clip=(_MINIMIND_CLIP,_MINIMIND_TRAIN),
-    minimind3=(
-        _MINIMIND3_VLM,
-        _MINIMIND_TRAIN|dict(load_from='out/llm_{dim}{_moe}.pth')
-    ),
-    qwen2_5_vl_3b=_qwen('3b'),
-    qwen2_5_vl_7b=_qwen('7b')
-)
-
-# %% ../../nbs/03_core.config.ipynb #e6403d13
-def preset(name:str)->tuple[VLMConfig,TrainConfig]:
-    "Returns the configurations of this name, of which nothing counts as given."
-    check_known([str(name)], PRESETS, 'preset')
-    model,run = PRESETS[name]
-    configs = VLMConfig(**model),TrainConfig(**run)
-    for cfg in configs: cfg.given.clear()
-    return configs
-
-# %% ../../nbs/03_core.config.ipynb #1c0d7102
 _TINY_VLM = dict(
     vit_hidden_dim=32,
     vit_n_heads=2,
@@ -902,6 +881,32 @@ _TINY_TRAIN = dict(
     progress_bar=False
 )
 
+PRESETS:dict[str,tuple[dict,dict]] = dict(
+    shapes=(_SHAPES_VLM,_SHAPES_TRAIN),
+    nanovlm=({},{}),
+    nanovlm_native=(dict(resize_to_max_side_len=False),{}),
+    minimind=(_MINIMIND_VLM,_MINIMIND_TRAIN),
+    minimind_ddp=(_MINIMIND_VLM,_MINIMIND_TRAIN|dict(batch_size=4)),
+    minimind_clip=(_MINIMIND_CLIP,_MINIMIND_TRAIN),
+    minimind3=(
+        _MINIMIND3_VLM,
+        _MINIMIND_TRAIN|dict(load_from='out/llm_{dim}{_moe}.pth')
+    ),
+    qwen2_5_vl_3b=_qwen('3b'),
+    qwen2_5_vl_7b=_qwen('7b'),
+    tiny=(_SHAPES_VLM|_TINY_VLM,_SHAPES_TRAIN|_TINY_TRAIN)
+)
+
+# %% ../../nbs/03_core.config.ipynb #e6403d13
+def preset(name:str)->tuple[VLMConfig,TrainConfig]:
+    "Returns the configurations of this name, of which nothing counts as given."
+    check_known([str(name)], PRESETS, 'preset')
+    model,run = PRESETS[name]
+    configs = VLMConfig(**model),TrainConfig(**run)
+    for cfg in configs: cfg.given.clear()
+    return configs
+
+# %% ../../nbs/03_core.config.ipynb #1c0d7102
 # name of a backbone -> its learning rate
 BACKBONE_RATES = dict(
     vit_model_type='lr_vision_backbone', lm_model_type='lr_language_backbone'
@@ -966,7 +971,7 @@ def loader_workers(
 
 # %% ../../nbs/03_core.config.ipynb #e5a20004
 def load_function(
-    name:str, # module:function
+    name:str, # module:function, or file.py:function
     field:str, # the setting that names it, for messages
 )->Callable:
     "Returns a user's function, from a package or from the working directory."
@@ -974,6 +979,12 @@ def load_function(
     if '' not in sys.path and os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     module,_,function = name.partition(':')
+    file = Path(module)
+    if file.suffix=='.py':
+        require(file.is_file(), f'{field} {name!r}: there is no file {module}')
+        if str(file.parent.resolve()) not in sys.path:
+            sys.path.append(str(file.parent.resolve()))
+        module = file.stem
     try: imported = import_module(module)
     except ModuleNotFoundError as e:
         where = 'in the working directory or on PYTHONPATH'

@@ -201,6 +201,16 @@ class Config:
         )
         return cls(**values)
 
+    @classmethod
+    def of(cls:type[C], cfg:'Config')->C: # of this class, or of one that it extends
+        "Returns the configuration as one of this class; what follows from other fields follows anew."
+        if isinstance(cfg, cls): return cfg
+        follows = cfg.derived()
+        values = {n:v for n,v in cfg.to_dict().items() if follows.get(n, ...)!=v}
+        new = cls.from_dict(values)
+        vars(new)['given'] = {*cfg.given}
+        return new
+
     def unwritten(self)->set[str]:
         "Returns the names of fields that `to_json` leaves out."
         return set()

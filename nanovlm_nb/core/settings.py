@@ -26,12 +26,14 @@ from .config import TrainConfig,VLMConfig
 # %% ../../nbs/04_core.settings.ipynb #12e1b890
 def save_yaml(path:str|Path, vlm_cfg:VLMConfig, train_cfg:TrainConfig)->None:
     """Writes all fields of both configurations, and replaces a file in one step.
-    Fields of a script's own classes are left out: it adds them each time."""
+    Fields of a script's own classes are left out, and what follows from them: it adds them each time."""
     sections:dict = {}
     for name,cfg in (('vlm',vlm_cfg),('train',train_cfg)):
         sections[name] = {
             field:value for field,value in cfg.to_dict().items() if field in FIELDS
         }
+    if type(vlm_cfg) is not VLMConfig:
+        for field in vlm_cfg.derived(): sections['vlm'].pop(field)
     tokens = sections['vlm']['vlm_extra_tokens']
     sections['vlm']['vlm_extra_tokens'] = [
         {name:token} for name,token in tokens.items()
@@ -359,12 +361,18 @@ class SettingsParser(Parser):
         given = {name:value for name,value in by_field.items() if value is not MISSING}
         first = Path(rest[0]) if rest else Path('none') # which is no file
         values.run_dir = None
+        file = None
         if self.takes_run and first.is_dir():
             values.run_dir = check_run(rest.pop(0))
-            values.config = str(first/CONFIG)
+            file = first/CONFIG
         elif first.suffix in ('.yaml','.yml'):
-            values.config = values.config or str(first)
-            del rest[0]
+            file = Path(rest.pop(0))
+        if file:
+            require(
+                values.config in (None,str(file)),
+                f'two files of settings, {file} and {values.config}: give one of them'
+            )
+            values.config = str(file)
         require(
             not (first/CONFIG).is_file() or values.run_dir,
             f'`{first}` belongs to no flag: give --config {first/CONFIG}'

@@ -9,7 +9,7 @@ __all__ = ['KEEP_BYTES', 'keep_rows', 'kept_file', 'kept_rows', 'loaders_of', 'h
 import io,os
 from collections.abc import Callable,Iterable
 from functools import partial
-from itertools import islice
+from itertools import count,islice
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +101,13 @@ def keep_rows(
     file = _table(_kept_row(row, i) for i,row in enumerate(_all_rows(train)))
     if file:
         write_atomic(run_dir/KEPT_ROWS, file)
-        return f'its rows are kept in {run_dir/KEPT_ROWS}, {len(file)/1e6:.1f} MB'
+        size = len(file)/1e6
+        if getattr(held_out, 'table', None) is not train.table: # rows of their own
+            held = map(_kept_row, _all_rows(held_out), count())
+            apart = _table(held) or b''
+            if apart: write_atomic(run_dir/KEPT_HELD_OUT, apart)
+            size += len(apart)/1e6
+        return f'its rows are kept in {run_dir/KEPT_ROWS}, {size:.1f} MB'
     read = (row for _,row in islice(held_out.rows_of(0, 1, 0), _HELD_OUT))
     file = _table(_kept_row(row, i) for i,row in enumerate(read))
     why = (f'not all rows are kept: they are more than {KEEP_BYTES/1e6:g} MB, a stream, or of loaders of '
@@ -136,11 +142,12 @@ def _read_kept(file:Path)->datasets.Dataset:
 def loaders_of(train_cfg:TrainConfig, run_dir:Path)->Callable: # see `get_dataloaders`
     "What makes the loaders of a run, also if it was given its rows in Python."
     if train_cfg.train_dataset_path!=OWN_ROWS: return get_dataloaders
+    rows = _read_kept(kept_rows(run_dir))
+    file = kept_file(run_dir, KEPT_HELD_OUT)
+    if file:
+        return partial(get_dataloaders, rows=rows, val_rows=_read_kept(file))
     train = MapSource(
-        _read_kept(kept_rows(run_dir)),
-        train_cfg.seed,
-        train_cfg.val_size,
-        train_cfg.data_cutoff_idx
+        rows, train_cfg.seed, train_cfg.val_size, train_cfg.data_cutoff_idx
     )
     return partial(get_dataloaders, rows=(train, train.held_out()))
 
@@ -149,6 +156,7 @@ def held_out_loader(
     vlm_cfg:VLMConfig,
     tokenizer:Any,
     run_dir:Path,
+    processor:Callable|None=None, # how pictures are cut; None: as the model says
 )->Any:
     "The loader of a run's held-out rows."
     file = kept_file(run_dir, KEPT_HELD_OUT)
@@ -160,5 +168,6 @@ def held_out_loader(
             f'the loaders of {run_dir} are of its script, and '
             'its held-out rows are not kept there: ask in the script, as compare_answers does')
         loaders = loaders_of(train_cfg, run_dir)
-    _,loader = loaders(train_cfg, vlm_cfg, tokenizer=tokenizer)
+    cuts = dict(processor=processor) if processor else {}
+    _,loader = loaders(train_cfg, vlm_cfg, tokenizer=tokenizer, **cuts)
     return loader

@@ -26,7 +26,8 @@ from transformers import PreTrainedTokenizerBase
 
 from ..core.usage import require,UsageError
 from ..core.fields import OWN_ROWS
-from ..core.config import CHAT_TEMPLATE,check_configs,load_function,loader_workers
+from ..core.config import CHAT_TEMPLATE,check_configs,evolve,load_function
+from ..core.config import loader_workers
 from ..core.config import TrainConfig,VLMConfig
 from ..core.dist import check_socket_room,cores_of_rank,Dist,seed_worker,this_rank
 from ..core.tokenizer import check_tokenizer,get_tokenizer
@@ -316,9 +317,13 @@ def _training_source(cfg):
 
 # %% ../../nbs/25_data.loader.ipynb #e668c302
 def load_sources(train_cfg:TrainConfig, # names the data set, if there are no rows
-    rows:Any=None)->tuple: # with length and index, or two sources
+    rows:Any=None, val_rows:Any=None, # with length and index, or two sources; for validation, of a length
+)->tuple:
     "The sources of a run, for training and for validation; they share no row."
     cfg = train_cfg
+    if val_rows is not None:
+        train,_ = load_sources(evolve(cfg, val_size=0), rows)
+        return train,MapSource(val_rows, cfg.seed, shuffle=False)
     if isinstance(rows, tuple) and len(rows)==2 and all(hasattr(s, 'rows_of')
         for s in rows):
         return rows
@@ -400,6 +405,7 @@ def transforms_of(train_cfg:TrainConfig, own:Sequence[Callable]=())->list[Callab
 def get_dataloaders(train_cfg:TrainConfig, vlm_cfg:VLMConfig, dist:Dist|None=None, # default: `this_rank()`
     tokenizer:PreTrainedTokenizerBase|None=None, rows:Any=None, # default: the config's; see `load_sources`
     transforms:Sequence[Callable]=(), processor:Callable=image_processor_of, # changes; how pictures are cut
+    val_rows:Any=None, # for validation; None: as the config says
 )->tuple[PackLoader,PackLoader]: # training and validation
     "Both loaders of a run, for this rank."
     cfg = train_cfg
@@ -409,7 +415,7 @@ def get_dataloaders(train_cfg:TrainConfig, vlm_cfg:VLMConfig, dist:Dist|None=Non
     tokenizer = tokenizer or load_tokenizer(vlm_cfg)
     training = make_samples(cfg, vlm_cfg, tokenizer, (), changes, processor)
     validation = make_samples(cfg, vlm_cfg, tokenizer, (), (), processor)
-    train,val = load_sources(cfg, rows)
+    train,val = load_sources(cfg, rows, val_rows)
     workers = loader_workers(cfg, cores_of_rank())
     asked = cfg.max_val_batches*cfg.batch_size*dist.world_size
     return (pack_loader(train, training, vlm_cfg, cfg, dist, True, workers),

@@ -213,8 +213,8 @@ def _shares(ds:datasets.IterableDataset|Parts)->list[tuple[Any,int]]: # stream, 
     return shares
 
 # %% ../../nbs/22_data.sources.ipynb #1e564547
-def _lane_shares(order:list[int], lane:int, lanes:int)->list[tuple[int,int,int]]: # share, first row, step
-    "What a lane reads of the shares in the order of an epoch."
+def _lane_shares(order:Sequence[int], lane:int, lanes:int)->list[tuple[int,int,int]]: # share, first row, step
+    "What a lane reads of shares in some order."
     whole = len(order)//lanes*lanes
     mine = [(s, 0, 1) for s in order[lane:whole:lanes]]
     rest = order[whole:]
@@ -325,10 +325,10 @@ class StreamSource:
         train = self.part=='train'
         shuffled = _Permutation(len(self.shares),
             f'{self.seed}/{epoch if train else self.part}')
-        order = [shuffled[i] for i in range(shuffled.n)]
+        mine = _lane_shares(range(shuffled.n), lane, lanes)
         most = inf if self.limit is None else self.limit//lanes+(lane<self.limit%lanes)
-        for j,(s,first,step) in enumerate(_lane_shares(order, lane, lanes)[done:],
-            start=done):
+        for j,(place,first,step) in enumerate(mine[done:], start=done):
+            s = shuffled[place]
             head = self.heads[s]
             begin,end = (max(start, head), inf) if train else (start, head)
             share = self.shares[s]

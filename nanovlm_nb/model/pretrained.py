@@ -9,7 +9,8 @@ __all__ = ['LORA_NOTE', 'LORA_WEIGHTS', 'OWNED', 'MODEL_CARD', 'UNTOLD', 'LORA_A
 
 # %% ../../nbs/37_model.pretrained.ipynb #b59ba0a9
 import hashlib,json,logging,os,tempfile
-from collections.abc import Callable,Collection,Mapping
+from collections.abc import Callable,Collection,Iterator,Mapping
+from contextlib import contextmanager
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,7 @@ from huggingface_hub import HfApi
 from torch import nn,Tensor
 
 from ..core.usage import MissingFile,require,UsageError
-from ..core.run_dir import check_files,file_digest
+from ..core.run_dir import check_files,file_digest,own_parts_of
 from ..core.config import evolve,VLMConfig
 from ..core.draws import undrawn
 from ..core.tokenizer import get_tokenizer,save_tokenizer
@@ -58,6 +59,19 @@ def _write_weights(
     write_tensors(folder/'model.safetensors', state, metadata, names)
 
 # %% ../../nbs/37_model.pretrained.ipynb #3a0c9928
+@contextmanager
+def _of_own_class(folder:Path)->Iterator[None]: # of a checkpoint; a `with` block
+    "Says what a checkpoint needs that is not the library's."
+    try:
+        yield
+    except UsageError as e:
+        require(
+            'model' not in own_parts_of(folder.parent),
+            f'{e}. The run had a model of its own: give its class, load(run, model=Mine) or '
+            '--model mine.py:Mine'
+        )
+        raise
+
 def checkpoint_config(
     name:str|Path,
     kind:type[VLMConfig]=VLMConfig, # class of the configuration
@@ -76,7 +90,7 @@ def checkpoint_config(
         'class_names' in kind.__dataclass_fields__ or 'class_names' not in config,
         f'{name} is a classifier: use it with nanovlm classify --predict {name} PICTURE'
     )
-    return kind.load(folder/'config.json')
+    with _of_own_class(folder): return kind.load(folder/'config.json')
 
 # %% ../../nbs/37_model.pretrained.ipynb #c8d84bd9
 def checkpoint_weights(
@@ -242,7 +256,9 @@ def _write_adapters(
 # %% ../../nbs/37_model.pretrained.ipynb #49311d04
 class Pretrained(nn.Module):
     "Loading, saving and publishing, for a model with `cfg` and `tokenizer_source`."
-    config_class = VLMConfig # what config.json holds
+    config_class:type[VLMConfig] = VLMConfig # what config.json holds
+    # (cfg, transforms) -> what cuts pictures, see `image_processor_of`; None: as the configuration says
+    processor:Callable|None = None
     lora_note:dict[str,Any]|None = None # what `LORA_NOTE` will say, if the model has adapters
     folder:Path|None = None # that it was read from
     unread:Tensors|None = None # weights that are still in their files, see `read`
@@ -279,7 +295,7 @@ class Pretrained(nn.Module):
         saved, state = checkpoint_weights(folder, cls.config_class)
         with undrawn():
             model = cls(cfg or saved, load_backbone=False)
-        check_names(model, state, str(path))
+        with _of_own_class(folder): check_names(model, state, str(path))
         model.unread = state
         model.folder = folder
         model.tokenizer_source = find_tokenizer(folder, model.cfg.lm_tokenizer)

@@ -19,6 +19,7 @@ from ..core.usage import require,UsageError
 from ..core.run_dir import ANSWER_TABLE,CONFIG,DROP_LIST,find_checkpoint,LOG,read_log
 from ..core.run_dir import RECORD,step_of,write_atomic
 from ..core.config import evolve,TrainConfig,VLMConfig
+from ..core.fields import OWN_ROWS
 from ..core.settings import load_yaml
 from ..core.plots import plot_curves
 from ..core.logs import RunLog
@@ -29,7 +30,8 @@ from ..model.vlm import VisionLanguageModel
 from ..training.trainer import Trainer,Validate
 from ..training.advice import advice
 from ..training.hooks import find,Meters
-from ..answers.answer import accuracy_table,Asker,keep_example,plot_answers
+from ..answers.answer import accuracy,accuracy_table,answer_all,Asker,keep_example
+from ..answers.answer import plot_answers,questions_of
 from ..answers.look import compare_answers,held_out_rows,verdict
 
 # %% ../../nbs/64_runs.report.ipynb #c916672a
@@ -159,12 +161,16 @@ def _best_asker(
     best = find_checkpoint(trainer.log.run_dir)
     samples = getattr(trainer.held_out, 'samples', None)
     processor = getattr(samples, 'image_processor', None)
-    if make is None:
-        return Asker.from_checkpoint(best, processor=processor)
-    cfg,state = checkpoint_weights(Path(best), trainer.base.config_class)
-    model = make(cfg, trainer.cfg, True)
-    load_weights(model, state, best)
-    return Asker.from_model(model.to(trainer.dist.device), trainer.tokenizer, processor)
+    if make is None or isinstance(make, type):
+        asker = Asker.from_checkpoint(best, processor=processor, model=make)
+    else:
+        cfg,state = checkpoint_weights(Path(best), trainer.base.config_class)
+        model = make(cfg, trainer.cfg, True)
+        load_weights(model, state, best)
+        model = model.to(trainer.dist.device)
+        asker = Asker.from_model(model, trainer.tokenizer, processor)
+    asker.model.features = trainer.base.features # the run has seen these pictures
+    return asker
 
 # %% ../../nbs/64_runs.report.ipynb #55000004
 def _ask_held_out(
@@ -198,7 +204,7 @@ def _remedies(
     kinds = len(scores['answers'])-1
     helps = []
     if trainer.best_step==trainer.step:
-        helps.append(f'more updates than {trainer.step}: the validation loss was still falling')
+        helps.append(f'more updates than {trainer.step}: the last checkpoint is the best')
     so_many = '' if rows is None else f' (there are {rows:.0f} rows for training)'
     helps.append(f'more pictures{so_many}')
     if not (cfg.load_from or trainer.base.cfg.backbones):
@@ -213,8 +219,25 @@ def _remedies(
         helps.append(f'fewer kinds of questions ({kinds} were asked)')
     return f"what may help: {'; '.join(helps)}"
 
+_KNOWN = .9 # share of its own rows that a model has to answer before others are to blame
+
+def _still_learning(
+    asker:Asker,
+    rows:list[dict], # some of those that it was trained on
+    updates:int, # of the run
+)->str: # a sentence; empty: it knows them
+    "Says that a model does not answer its own training rows."
+    seen = answer_all(asker, questions_of(rows))
+    right,asked = accuracy(seen)['all']
+    if right>=_KNOWN*asked: return ''
+    return (
+        f'of {asked} questions about its own training rows the model answers {right} as they are: it is '
+        f'still learning them. What helps: more updates than {updates}'
+    )
+
 def _overfitting(
     records:list[dict], # of the log
+    best_kept:int|None=None, # update of the best checkpoint
 )->str: # a sentence; empty: it is not so
     "Says that the validation loss has risen while the loss of training fell."
     losses = [(r['step'], r['val_loss']) for r in records if 'val_loss' in r]
@@ -222,6 +245,7 @@ def _overfitting(
     best_step,best = min(losses[1:], key=lambda pair: pair[1])
     last_step,last = losses[-1]
     if last<=1.01*best: return ''
+    if best_kept and best_kept>best_step: return '' # the answers got better all the same
     previous_step,_ = losses[-2]
     train = [(r['step'], r['batch_loss']) for r in records if 'batch_loss' in r]
     def mean_before(end):
@@ -331,7 +355,10 @@ def report_run(
     run_dir = log.run_dir
     rows = held_out_rows(t.held_out, min(t.cfg.ask_samples, t.samples), t.base.cfg)
     drops['val'].merge(t.held_out.drops)
-    scores = _ask_held_out(_best_asker(t, make), rows, log, t.step) if rows else {}
+    scores = {}
+    if rows:
+        asker = _best_asker(t, make)
+        scores = _ask_held_out(asker, rows, log, t.step)
     _report_drops(drops, log, t.step)
     records = read_log(run_dir/LOG)
     plot_curves(records, run_dir/'curves.png')
@@ -341,8 +368,12 @@ def report_run(
         warnings.append(judgement)
         right,asked = scores['answers']['all']
         if right!=asked: warnings.append(_remedies(t, scores))
-    overfitting = _overfitting(records)
-    if overfitting: warnings.append(overfitting)
+    learning = ''
+    if scores and t.cfg.train_dataset_path==OWN_ROWS:
+        known = held_out_rows(t.loader, len(rows), t.base.cfg)
+        learning = _still_learning(asker, known, t.step)
+    risen = learning or _overfitting(records, t.best_step)
+    if risen: warnings.append(risen)
     write_record(run_dir, t.base.cfg, t.cfg, _results_of(t, scores)+warnings)
     question = next(
         (r['texts'][0]['user'] for r in rows if r['images']), 'What is in the picture?'

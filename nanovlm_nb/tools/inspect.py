@@ -48,19 +48,23 @@ from ..runs.run import build_trainer
 # %% ../../nbs/72_tools.inspect.ipynb #876c5bec
 def open_data(vlm_cfg:VLMConfig, train_cfg:TrainConfig)->tuple[PackLoader,PackLoader]: # training, validation
     "Returns the loaders of a run, with a single lane and in this process."
-    one = evolve(
+    one_lane = evolve(
         train_cfg,
         batch_size=1,
         gradient_accumulation_steps=1,
         num_workers=0,
         val_workers=0
     )
-    try: return get_dataloaders(one, vlm_cfg)
+    try:
+        return get_dataloaders(one_lane, vlm_cfg)
     except (*LOAD_ERRORS, IndexError) as e:
         raise UsageError(_why_unreadable(e, train_cfg.train_dataset_path)) from e
 
 # %% ../../nbs/72_tools.inspect.ipynb #18709952
-def _why_unreadable(error:Exception, path:str)->str: # of `datasets` or arrow; where the data are
+def _why_unreadable(
+    error:Exception, # of `datasets` or arrow
+    path:str, # where the data are
+)->str:
     "Returns why data cannot be loaded: the parquet files that are damaged or empty, else the error."
     files = [Path(path)]
     if Path(path).is_dir():
@@ -82,18 +86,21 @@ def _why_unreadable(error:Exception, path:str)->str: # of `datasets` or arrow; w
     return f'{type(error).__name__}: {error}'
 
 # %% ../../nbs/72_tools.inspect.ipynb #373a4bdb
-def sample_text(sample:dict, tokenizer:Any)->str: # from `finish`
+def sample_text(
+    sample:dict, # from `finish`
+    tokenizer:Any,
+)->str:
     "Returns a sample as text, in which what is learned is marked."
     ids = sample['input_ids'].tolist()
     labels = [IGNORE,*sample['labels'].tolist()]
     def mark_of(token, label):
         if label==IGNORE: return ''
-        return '[[' if label==token else '!!'
+        return '[[' if label==token else '!!' # it learns another token: a fault
     marks = map(mark_of, ids, labels)
     text = ''
     image = re.escape(tokenizer.image_token)
-    for mark,run in groupby(zip(marks, ids), lambda x: x[0]):
-        piece = tokenizer.decode([i for _,i in run])
+    for mark,run in groupby(zip(marks, ids), lambda pair: pair[0]):
+        piece = tokenizer.decode([token for _,token in run])
         piece = re.sub(
             f'({image})+',
             lambda m: f'{len(m[0])//len(tokenizer.image_token)} x {m[1]} ',
@@ -115,13 +122,17 @@ class _Seen:
     rows:int=0 # that were read
     plans:list[Plan] = field(default_factory=list) # of those that are used
     shown:list[dict] = field(default_factory=list) # samples
-    asked:list[list[str]] = field(default_factory=list) # questions of each row that is used
+    questions:list[list[str]] = field(default_factory=list) # of each row that is used
     ranges:list[tuple] = field(default_factory=list) # least and largest value of pictures of over 8 bits
 
 # %% ../../nbs/72_tools.inspect.ipynb #d803c975
 SAMPLES = 200 # rows of training and of validation that a check reads
 
-def look(loader:PackLoader, n:int=SAMPLES, show:int=0)->_Seen: # rows to read; samples to keep
+def look(
+    loader:PackLoader,
+    n:int=SAMPLES, # rows to read
+    show:int=0, # samples to keep
+)->_Seen:
     "Returns the first rows of a loader, planned and decoded as a lane does it."
     seen = _Seen(loader)
     samples = loader.samples
@@ -142,7 +153,7 @@ def look(loader:PackLoader, n:int=SAMPLES, show:int=0)->_Seen: # rows to read; s
             continue
         if plan.cut: samples.drops.cut[plan.id] = plan.cut
         seen.plans.append(plan)
-        seen.asked.append([turn['user'] for turn in row['texts']])
+        seen.questions.append([turn['user'] for turn in row['texts']])
         if len(seen.shown)<show: seen.shown.append(sample)
     return seen
 
@@ -155,19 +166,27 @@ def _value_range(values:Sequence[int])->str: # one or more
     return f'{low} to {high} (median {median(values):g})'
 
 # %% ../../nbs/72_tools.inspect.ipynb #bceba274
-def check_rows(seen:_Seen, held:_Seen)->str: # of training, of validation
+def check_rows(
+    seen:_Seen, # of training
+    held:_Seen, # of validation
+)->str:
     "Returns the sizes of the samples; raises when no row is used."
-    require(seen.plans,
-        f'none of {seen.rows} rows is used: {seen.loader.drops.blame or "there are none"}')
+    require(
+        seen.plans,
+        f'none of {seen.rows} rows is used: '
+        f'{seen.loader.drops.blame or "there are none"}'
+    )
     plans = seen.plans
     tokens = _value_range([plan.tokens for plan in plans])
     targets = _value_range([int((plan.labels!=IGNORE).sum()) for plan in plans])
     tiles = _value_range([plan.tiles for plan in plans])
-    return (f'{len(plans)} of {seen.rows} rows of training and {len(held.plans)} of {held.rows} of '
-            f'validation: {tokens} tokens, {targets} targets, {tiles} tiles')
+    return (
+        f'{len(plans)} of {seen.rows} rows of training and {len(held.plans)} of '
+        f'{held.rows} of validation: {tokens} tokens, {targets} targets, {tiles} tiles'
+    )
 
 # %% ../../nbs/72_tools.inspect.ipynb #6d5422e3
-# other reasons are choices
+# reasons for which a row is faulty; others are choices
 _FAULTY = (
     'unreadable_image',
     'missing_image',
@@ -179,7 +198,7 @@ _FAULTY = (
 )
 
 # %% ../../nbs/72_tools.inspect.ipynb #6d5422e4
-def check_left_out(*seen:_Seen)->str: # of training, of validation
+def check_left_out(*seen:_Seen)->str: # of training and of validation
     "Returns what is left out by choice; raises when something is wrong with a row that is left out."
     drops = Drops()
     for rows in seen: drops.merge(rows.loader.drops)
@@ -196,38 +215,48 @@ def check_left_out(*seen:_Seen)->str: # of training, of validation
     return ', '.join(chosen) or 'nothing'
 
 # %% ../../nbs/72_tools.inspect.ipynb #a1b0c051
-def _check_pixels(ranges:list[tuple], pixel_max:float|None)->str: # of `_Seen`; the setting
+def _check_pixels(
+    ranges:list[tuple], # of `_Seen`
+    pixel_max:float|None, # the setting
+)->str:
     "Returns the values of pictures of more than 8 bits a pixel; raises when they come out dark, or cut."
     lows,highs = zip(*ranges)
     low = min(lows)
     high = max(highs)
     white = pixel_max or 65535
-    meant = math.ceil(max(high, 1))
-    if 1<high<=65535:
-        meant = 2**max(8, math.ceil(math.log2(high+1)))-1 # all bits of a pixel
+    meant = math.ceil(max(high, 1)) # what is probably white
+    if 1<high<=65535: # whole numbers: all bits of a pixel
+        meant = 2**max(8, math.ceil(math.log2(high+1)))-1
     text = f'{len(ranges)} pictures of more than 8 bits a pixel, with values from {low:g} to {high:g}'
     require(
         high<=white, f'{text}: all above {white:g} is white, set pixel_max to {meant}'
     )
-    require(pixel_max or high>white/4,
-        f'{text}: they come out dark, {255*high/white:.0f} of 255 at most; set pixel_max to {meant}')
+    require(
+        pixel_max or high>white/4,
+        f'{text}: they come out dark, {255*high/white:.0f} of 255 at most; '
+        f'set pixel_max to {meant}'
+    )
     return text
 
 _ALWAYS = .9 # share of rows
 _ENOUGH = 10 # rows with several questions
 
-def _fixed_order(asked:list[list[str]])->str: # of `_Seen`; '': none
+def _fixed_order(
+    questions:list[list[str]], # of each row
+)->str: # empty: there are none
     "Returns the questions that nearly every row with several asks in the same order, and the remedy."
-    several = [questions for questions in asked if len(questions)>1]
+    several = [of_row for of_row in questions if len(of_row)>1]
     if len(several)<_ENOUGH: return ''
-    usual = []
-    for place in (0, 1):
-        [(text,count)] = Counter(questions[place] for questions in several).most_common(1)
+    usual = [] # first and second question
+    for i in (0, 1):
+        [(text,count)] = Counter(of_row[i] for of_row in several).most_common(1)
         if count>=_ALWAYS*len(several): usual.append(text)
     if len({*usual})<2: return ''
-    return (f'{len(several)} rows with several questions ask {usual[0]!r:.60}, then {usual[1]!r:.60}: '
-            'a model can learn the order and ignore the question. Shuffle the turns of each row, or make '
-            'a row for each')
+    return (
+        f'{len(several)} rows with several questions ask {usual[0]!r:.60}, then '
+        f'{usual[1]!r:.60}: a model can learn the order and ignore the question. '
+        'Shuffle the turns of each row, or make a row for each'
+    )
 
 # %% ../../nbs/72_tools.inspect.ipynb #b77eaf37
 def _check_columns(train_cfg:TrainConfig)->str:
@@ -262,7 +291,7 @@ def _check_template(tokenizer:Any)->str: # from `load_tokenizer`
         f'lm_chat_template writes {end!r} behind an answer: '
         f'let it write {tokenizer.eos_token}, the end of a turn'
     )
-    words = ('xzyvd','dvyzx','yvxdz')
+    words = ('xzyvd','dvyzx','yvxdz') # in no template
     roles = ('user','assistant','user')
     chat = [dict(role=role, content=word) for role,word in zip(roles, words)]
     _,before_answer,before_question,_ = re.split(
@@ -277,7 +306,7 @@ def _check_template(tokenizer:Any)->str: # from `load_tokenizer`
 
 # %% ../../nbs/72_tools.inspect.ipynb #0e2bd8d0
 def _check_packs(loader:PackLoader)->str: # from `open_data`
-    "Returns how full the first packs are; raises when there is none."
+    "Returns how full the first packs are, which have one row each; raises when there is none."
     batches = list(islice(loader, 4))
     require(
         batches, f'no pack could be made: {loader.drops.blame or "there are no rows"}'
@@ -293,10 +322,13 @@ def _check_packs(loader:PackLoader)->str: # from `open_data`
     return f'{share:.1%} of {packs} are used, with {_value_range(samples)} samples'
 
 # %% ../../nbs/72_tools.inspect.ipynb #417d9689
-def data_findings(vlm_cfg:VLMConfig, train_cfg:TrainConfig, n:int=SAMPLES,
-    show:int=0)->Iterator[Finding|str]:
-    """Yields what the checks of the data find, one after the other; a str is to be shown.
-    They read `n` rows of training and of validation, and show some."""
+def data_findings(
+    vlm_cfg:VLMConfig,
+    train_cfg:TrainConfig,
+    n:int=SAMPLES, # rows to read, of training and of validation
+    show:int=0, # samples to show
+)->Iterator[Finding|str]: # a str is to be shown
+    "Yields what the checks of the data find, one after the other."
     yield tried('columns', _check_columns, train_cfg)
     try:
         train,val = open_data(vlm_cfg, train_cfg)
@@ -313,7 +345,7 @@ def data_findings(vlm_cfg:VLMConfig, train_cfg:TrainConfig, n:int=SAMPLES,
     yield tried('left out', check_left_out, seen, held)
     if seen.ranges:
         yield tried('pixels', _check_pixels, seen.ranges, vlm_cfg.pixel_max)
-    order = _fixed_order(seen.asked)
+    order = _fixed_order(seen.questions)
     if order: yield Finding('questions', FAIL, order)
     yield tried('template', _check_template, train.samples.tokenizer)
     yield tried('packs', _check_packs, train)
@@ -323,7 +355,10 @@ def data_findings(vlm_cfg:VLMConfig, train_cfg:TrainConfig, n:int=SAMPLES,
         yield sample_text(sample, train.samples.tokenizer)
 
 # %% ../../nbs/72_tools.inspect.ipynb #bf2db93f
-def _checkpoint_before(run_dir:Path, update:int)->Path: # of a run; from 1
+def _checkpoint_before(
+    run_dir:Path,
+    update:int, # from 1
+)->Path:
     "Returns the newest complete checkpoint of an earlier update, on the way to the current one."
     earlier = [
         p for p in checkpoints(run_dir) if step_of(p)<update and not missing_pieces(p)
@@ -335,7 +370,10 @@ def _checkpoint_before(run_dir:Path, update:int)->Path: # of a run; from 1
     )
 
 # %% ../../nbs/72_tools.inspect.ipynb #c4f2f601
-def _alone(train_cfg:TrainConfig, lanes:int)->TrainConfig: # of any run; packs of its updates
+def _in_one_process(
+    train_cfg:TrainConfig,
+    lanes:int, # packs of an update
+)->TrainConfig:
     "Returns settings for the same updates in one process that reports nowhere."
     return evolve(
         train_cfg,
@@ -357,7 +395,11 @@ def _alone(train_cfg:TrainConfig, lanes:int)->TrainConfig: # of any run; packs o
 # %% ../../nbs/72_tools.inspect.ipynb #730eda6a
 LEARNED = 'lr_schedule','custom_transforms' # code that decides what is learned
 
-def _settings_of(run_dir:Path, update:int, code:dict)->tuple[VLMConfig,TrainConfig]: # see `_trainer_before`
+def _settings_of(
+    run_dir:Path,
+    update:int, # from 1
+    code:dict, # see `_trainer_before`
+)->tuple[VLMConfig,TrainConfig]:
     """Returns the settings of a run; a UsageError if it has not made the update, or cannot be repeated.
     They are those of the start that made the update: the next checkpoint has them."""
     check_own_parts(run_dir, [])
@@ -368,27 +410,30 @@ def _settings_of(run_dir:Path, update:int, code:dict)->tuple[VLMConfig,TrainConf
         length is None or update<=length,
         f'update {update} was never made: the run has {length}'
     )
-    now = vlm_cfg.to_dict()|train_cfg.to_dict()
+    newest = vlm_cfg.to_dict()|train_cfg.to_dict() # of the last start
     changed = {}
     for checkpoint in checkpoints(run_dir):
         if step_of(checkpoint)<update or missing_pieces(checkpoint):
             continue
         configs = read_state(checkpoint)['configs']
         for name,value in (configs['vlm']|configs['train']).items():
-            if name not in TRUSTED and value!=now.get(name, value):
+            if name not in TRUSTED and value!=newest.get(name, value):
                 changed[name] = value
         break
     return change(vlm_cfg, train_cfg, changed)
 
 # %% ../../nbs/72_tools.inspect.ipynb #730eda6b
 @contextmanager
-def _trainer_before(run_dir:Path, number:int, code:dict={})->Iterator[tuple[Trainer,Update]]: # from 1
-    """Repeats a run up to an update: a trainer that has made all updates before it, and this one.
-    `code` has the run's `lr_schedule` and `custom_transforms`, if it had some."""
+def _trainer_before(
+    run_dir:Path,
+    number:int, # of the update, from 1
+    code:dict={}, # the `lr_schedule` and `custom_transforms` of the run, if it had some
+)->Iterator[tuple[Trainer,Update]]: # a trainer that has made all updates before it, and this one
+    "Repeats a run up to an update."
     vlm_cfg,train_cfg = _settings_of(run_dir, number, code)
     checkpoint = _checkpoint_before(run_dir, number)
     with tempfile.TemporaryDirectory() as tmp, RunLog(tmp, Dist(), quiet=True) as log:
-        cfg = _alone(train_cfg, read_state(checkpoint)['data']['lanes'])
+        cfg = _in_one_process(train_cfg, read_state(checkpoint)['data']['lanes'])
         parts = dict(loaders=loaders_of(cfg, run_dir))
         trainer = build_trainer(
             vlm_cfg, cfg, log, Dist(device=pick_device()), checkpoint, parts
@@ -397,15 +442,15 @@ def _trainer_before(run_dir:Path, number:int, code:dict={})->Iterator[tuple[Trai
         trainer.model.train()
         guard = find(trainer, Guard)
         trainer.hooks = [guard]
-        for made in updates(trainer):
+        for update in updates(trainer):
             if trainer.step==number-1: break
-            guard.after_update(trainer, train_step(trainer, made))
+            guard.after_update(trainer, train_step(trainer, update))
         else:
             raise UsageError(f'update {number} was never made: the run has {trainer.step}')
-        yield trainer,made
+        yield trainer,update
 
 # %% ../../nbs/72_tools.inspect.ipynb #1262643a
-_VERDICT = -34,8,10,12,10 # widths of the columns
+_WIDTHS = -34,8,10,12,10 # of the columns
 
 @dataclass
 class _Verdict:
@@ -427,13 +472,16 @@ class _Verdict:
                 f'{self.norm:.4f}',
                 f'{self.pull:.4f}'
             ),
-            _VERDICT
+            _WIDTHS
         )
 
 # %% ../../nbs/72_tools.inspect.ipynb #29c61229
 _FAR = 10 # times the median pull of an update's samples
 
-def _loss_and_norm(trainer:Trainer, update:Update)->tuple[float,float]: # from `_trainer_before`
+def _loss_and_norm(
+    trainer:Trainer, # from `_trainer_before`
+    update:Update,
+)->tuple[float,float]:
     "Returns the loss of an update and the norm of its gradient, without taking the step."
     loss = accumulate(trainer, update).item()
     norm = clip_gradients(trainer.trained, None).item()
@@ -441,7 +489,10 @@ def _loss_and_norm(trainer:Trainer, update:Update)->tuple[float,float]: # from `
     return loss,norm
 
 # %% ../../nbs/72_tools.inspect.ipynb #df5db088
-def _judge_samples(trainer:Trainer, update:Update)->list[_Verdict]: # from `_trainer_before`
+def _judge_samples(
+    trainer:Trainer, # from `_trainer_before`
+    update:Update,
+)->list[_Verdict]:
     "Returns each sample of an update alone; those that are not finite first, then the strongest pull."
     verdicts = []
     pulls = []
@@ -455,7 +506,7 @@ def _judge_samples(trainer:Trainer, update:Update)->list[_Verdict]: # from `_tra
             pull = norm*targets/max(update.targets, 1)
             verdicts.append(_Verdict(document.id, targets, loss, norm, pull))
             if math.isfinite(pull): pulls.append(pull)
-    limit = _FAR*median(pulls or [math.inf])
+    limit = _FAR*median(pulls or [math.inf]) # none is finite: all are suspect
     for verdict in verdicts:
         verdict.suspect = not math.isfinite(verdict.pull) or verdict.pull>limit
     def strength(verdict):
@@ -463,24 +514,30 @@ def _judge_samples(trainer:Trainer, update:Update)->list[_Verdict]: # from `_tra
     return sorted(verdicts, key=strength, reverse=True)
 
 # %% ../../nbs/72_tools.inspect.ipynb #6d6aa3ae
-def _replay_lines(update:Update, logged:dict|None, # made again; its line in the log, None: there is none
-    loss:float, norm:float, verdicts:list[_Verdict], worst:int=10)->list[str]: # as computed; samples to show
+def _replay_lines(
+    update:Update, # made again
+    logged:dict|None, # its line in the log; None: there is none
+    loss:float, # of this time
+    norm:float, # of this time
+    verdicts:list[_Verdict],
+    worst:int=10, # samples to show
+)->list[str]:
     "Returns what was found."
-    same = 'not in the log'
-    then = ''
+    agreement = 'not in the log'
+    in_log = ''
     if logged is not None:
-        same = 'NOT the samples of the log: were the data changed?'
+        agreement = 'NOT the samples of the log: were the data changed?'
         if logged['batch_digest']==update.digest:
-            same = 'the same samples as in the log'
-        then = f' (in the log {logged["batch_loss"]:.4f} and {logged["grad_norm"]:.4f})'
+            agreement = 'the same samples as in the log'
+        in_log = f' (in the log {logged["batch_loss"]:.4f} and {logged["grad_norm"]:.4f})'
     lines = [
-        f'{update.samples} samples, {update.targets} target tokens, {same}',
-        f'loss {loss:.4f}, gradient norm {norm:.4f}{then}',
-        aligned(('  sample', 'targets', 'loss', 'gradient', 'pull'), _VERDICT)
+        f'{update.samples} samples, {update.targets} target tokens, {agreement}',
+        f'loss {loss:.4f}, gradient norm {norm:.4f}{in_log}',
+        aligned(('  sample', 'targets', 'loss', 'gradient', 'pull'), _WIDTHS)
     ]
     suspects = []
-    for place,verdict in enumerate(verdicts):
-        if verdict.suspect or place<worst:
+    for i,verdict in enumerate(verdicts):
+        if verdict.suspect or i<worst:
             lines.append(str(verdict))
         if verdict.suspect: suspects.append(verdict.id)
     end = f'no sample stands out (not finite, or {_FAR} times the median pull)'
@@ -488,8 +545,12 @@ def _replay_lines(update:Update, logged:dict|None, # made again; its line in the
     return [*lines, end]
 
 # %% ../../nbs/72_tools.inspect.ipynb #67aa0004
-def replay(run_dir:str|Path, number:int|None=None, # of the update; None: the last one that was skipped
-    worst:int=10, **code:Any)->int: # samples to show; see `_trainer_before`; 1 if a sample is suspect
+def replay(
+    run_dir:str|Path,
+    number:int|None=None, # of the update; None: the last one that was skipped
+    worst:int=10, # samples to show
+    **code:Any, # see `_trainer_before`
+)->int: # 1 if a sample is suspect, else 0
     "Makes an update of a run again, and prints what each of its samples does alone."
     run_dir = Path(run_dir)
     skipped = read_bad_updates(run_dir)

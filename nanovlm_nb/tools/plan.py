@@ -56,8 +56,12 @@ class _Allocations(TorchDispatchMode):
         self.add(part, storage.nbytes())
         weakref.finalize(storage, self.add, part, -storage.nbytes())
 
-    def add(self, part:str, n:int)->None:
-        "Adds bytes to a part; fewer than 0 are released."
+    def add(
+        self,
+        part:str,
+        n:int, # bytes; below 0: released
+    )->None:
+        "Adds bytes to a part."
         self.now[part] += n
         if self.now.total()>self.peak.total():
             self.peak = self.now.copy()
@@ -73,9 +77,16 @@ class _Allocations(TorchDispatchMode):
         return out
 
 # %% ../../nbs/73_tools.plan.ipynb #63aa0021
-def _fused_attention(q:Tensor, k:Tensor, v:Tensor, attn_mask:Tensor|None=None, # (B, H, T, D); as torch's
-    dropout_p:float=0., is_causal:bool=False, enable_gqa:bool=False)->Tensor: # (B, H, T, D)
-    "Attention by the kernel that `scaled_dot_product_attention` takes on CUDA."
+def _fused_attention(
+    q:Tensor, # (B, H, T, D)
+    k:Tensor, # (B, H or fewer, T, D)
+    v:Tensor, # as `k`
+    attn_mask:Tensor|None=None, # as the rest: see `scaled_dot_product_attention`
+    dropout_p:float=0.,
+    is_causal:bool=False,
+    enable_gqa:bool=False,
+)->Tensor: # (B, H, T, D)
+    "Attention by the kernel that PyTorch takes on CUDA."
     if enable_gqa:
         shared = q.shape[1]//k.shape[1]
         k = k.repeat_interleave(shared, 1)
@@ -123,16 +134,16 @@ class LikeCuda(TorchFunctionMode):
     def __init__(self, dtype:torch.dtype=torch.bfloat16): # of matrix products
         super().__init__()
         self.dtype = dtype
-        self.casts = {}
-        self.before = False
+        self.casts = {} # id of a parameter that trains -> its copy
+        self.was_enabled = False
 
     def __enter__(self):
-        self.before = torch.is_autocast_enabled('cuda')
+        self.was_enabled = torch.is_autocast_enabled('cuda')
         torch.set_autocast_enabled('cuda', True) # so that code can switch it off
         return super().__enter__()
 
     def __exit__(self, *error):
-        torch.set_autocast_enabled('cuda', self.before)
+        torch.set_autocast_enabled('cuda', self.was_enabled)
         return super().__exit__(*error)
 
     def _to(self, x, dtype):
@@ -156,7 +167,10 @@ class LikeCuda(TorchFunctionMode):
         return func(*args, **kwargs)
 
 # %% ../../nbs/73_tools.plan.ipynb #63aa0028
-def like_cuda(net:nn.Module, dtype:torch.dtype=torch.bfloat16)->nn.Module: # of matrix products; the same
+def like_cuda(
+    net:nn.Module, # changed in place
+    dtype:torch.dtype=torch.bfloat16, # of matrix products
+)->nn.Module: # the same
     "Makes a meta network compute as under CUDA's autocast, also where the backward pass calls its blocks."
     def under(forward:Callable)->Callable:
         def call(*args, **kwargs):
@@ -179,9 +193,15 @@ def _most_tiles(vlm_cfg:VLMConfig, train_cfg:TrainConfig)->int:
     )
 
 # %% ../../nbs/73_tools.plan.ipynb #63aa0034
-def example_batch(vlm_cfg:VLMConfig, rows:int=1, documents:int=4, # packs; samples of a pack, equally long
-    tiles:int|None=None, targets:int|None=None, full:float=.99)->Batch: # None: 5/6 of it, 2/3 of the rest
-    "Returns a micro-batch of zeros with so many tiles and targets in a sample; packs hold a share of tokens."
+def example_batch(
+    vlm_cfg:VLMConfig,
+    rows:int=1, # packs
+    documents:int=4, # samples of a pack, equally long
+    tiles:int|None=None, # of a sample; None: they take 5/6 of its tokens
+    targets:int|None=None, # of a sample; None: 2/3 of its text
+    full:float=.99, # share of a pack that holds tokens
+)->Batch:
+    "Returns a micro-batch of zeros."
     length = int(full*vlm_cfg.lm_max_length)//documents
     if tiles is None:
         tiles = int(length/1.2)//vlm_cfg.mp_image_token_length
@@ -218,8 +238,11 @@ def fullest_batch(vlm_cfg:VLMConfig, train_cfg:TrainConfig)->Batch: # a micro-ba
 # %% ../../nbs/73_tools.plan.ipynb #63aa0041
 META = torch.device('meta')
 
-def meta_net(vlm_cfg:VLMConfig, train_cfg:TrainConfig)->VLMNet: # with gradients to which others are added
-    "Returns the network of a run on the meta device, in training mode, as it is on a GPU."
+def meta_net(
+    vlm_cfg:VLMConfig,
+    train_cfg:TrainConfig,
+)->VLMNet: # in training mode, with gradients to which others are added
+    "Returns the network of a run on the meta device, as it is on a GPU."
     with META: net = VLMNet(vlm_cfg)
     if train_cfg.lora_rank:
         add_adapters(
@@ -231,8 +254,8 @@ def meta_net(vlm_cfg:VLMConfig, train_cfg:TrainConfig)->VLMNet: # with gradients
     net.decoder.recompute = train_cfg.language_checkpointing
     net.tile_multiple = train_cfg.tile_multiple or 8
     if train_cfg.cache_features: # the tower does not run
-        size = vlm_cfg.n_patches,vlm_cfg.vit_hidden_dim
-        net.features = lambda tiles: torch.empty(len(tiles), *size, device=META)
+        shape = vlm_cfg.n_patches,vlm_cfg.vit_hidden_dim
+        net.features = lambda tiles: torch.empty(len(tiles), *shape, device=META)
     for parameter in net.parameters():
         if parameter.requires_grad:
             parameter.grad = torch.empty_like(parameter)
@@ -248,16 +271,24 @@ def _mark_parts(net:nn.Module, tracker:_Allocations)->None:
         part.register_forward_hook(lambda *_: setattr(tracker, 'part', 'rest'))
 
 # %% ../../nbs/73_tools.plan.ipynb #7be00662
-def step(net:nn.Module, batch:Batch)->None: # on the meta device; from the loader
+def step(
+    net:nn.Module, # on the meta device
+    batch:Batch, # from the loader
+)->None:
     "Makes the forward and the backward pass of a micro-batch."
     ids = batch['input_ids'].to(META)
     tiles = stack_tiles(batch['images'], META)
-    net(ids, tiles, layout=batch['layout'].to(META), reduction='sum')[1].backward()
+    _,loss = net(ids, tiles, layout=batch['layout'].to(META), reduction='sum')
+    loss.backward()
 
 # %% ../../nbs/73_tools.plan.ipynb #63aa0045
 _OF_MOE = {'experts','shared','router'} # parts of a mixture of experts
 
-def peak_memory(vlm_cfg:VLMConfig, train_cfg:TrainConfig, batch:Batch|None=None)->Counter[str]: # the fullest
+def peak_memory(
+    vlm_cfg:VLMConfig,
+    train_cfg:TrainConfig,
+    batch:Batch|None=None, # a micro-batch; None: the fullest
+)->Counter[str]:
     """Returns the bytes that one GPU holds at the highest point of an update: `weights`, `gradients`,
     `optimizer`, 16-bit `copies`, each component, `rest`."""
     cfg = vlm_cfg
@@ -285,10 +316,15 @@ def peak_memory(vlm_cfg:VLMConfig, train_cfg:TrainConfig, batch:Batch|None=None)
     return tracker.peak+Counter(optimizer=2*tracker.peak['gradients'])
 
 # %% ../../nbs/73_tools.plan.ipynb #1db85404
-def _bookkeeping(samples:int, batch_size:int, gpus:int=1, accumulation:int=1,
-    epochs:int=1)->dict[str,int]:
-    """Returns how a data set, the batch of a device, devices and accumulation add up. Iterations of an epoch
-    are whole ones: what is left over waits for the next."""
+def _bookkeeping(
+    samples:int, # of the data set
+    batch_size:int, # of a device
+    gpus:int=1,
+    accumulation:int=1, # batches of an update
+    epochs:int=1,
+)->dict[str,int]:
+    """Returns how these add up. Iterations of an epoch are whole ones: what is left over waits for the
+    next."""
     per_epoch = samples//(batch_size*gpus)
     require(
         per_epoch>=1,
@@ -315,8 +351,8 @@ class _Size(NamedTuple):
     blocks:int # in repeated blocks
 
 # %% ../../nbs/73_tools.plan.ipynb #1c02352f
-# where a GPU that shares nothing needs the same memory
-_ALONE:dict = dict(
+# settings that do not matter to a GPU that shares nothing
+_SHARES_NOTHING:dict = dict(
     sharding='ddp',
     reduce_every_micro_batch=False,
     offload_optimizer=False,
@@ -326,14 +362,14 @@ _ALONE:dict = dict(
     max_training_samples=None,
     num_workers=1
 )
-_KNOWN:dict[tuple,Any] = {}
+_MEASURED:dict[tuple,Any] = {}
 
-def _alone(measure, vlm_cfg, train_cfg):
-    "What is measured of a GPU that shares nothing, measured once."
-    configs = vlm_cfg,evolve(train_cfg, **_ALONE)
+def _of_one_gpu(measure, vlm_cfg, train_cfg):
+    "Returns what is measured of a GPU that shares nothing, measured once."
+    configs = vlm_cfg,evolve(train_cfg, **_SHARES_NOTHING)
     key = measure,repr(configs)
-    if key not in _KNOWN: _KNOWN[key] = measure(*configs)
-    return _KNOWN[key]
+    if key not in _MEASURED: _MEASURED[key] = measure(*configs)
+    return _MEASURED[key]
 
 # %% ../../nbs/73_tools.plan.ipynb #96283e17
 def _measure_sizes(vlm_cfg, train_cfg):
@@ -355,7 +391,7 @@ def _measure_sizes(vlm_cfg, train_cfg):
 # %% ../../nbs/73_tools.plan.ipynb #e12f0e81
 def sizes(vlm_cfg:VLMConfig, train_cfg:TrainConfig)->dict[str,_Size]: # `vision_encoder`, `MP`, `decoder`
     "Returns parameters by component, counted on the meta device."
-    return _alone(_measure_sizes, vlm_cfg, train_cfg)
+    return _of_one_gpu(_measure_sizes, vlm_cfg, train_cfg)
 
 # %% ../../nbs/73_tools.plan.ipynb #1d762165
 GB = 2**30 # bytes of a GiB
@@ -377,9 +413,13 @@ class Memory(NamedTuple):
         return sum(self)
 
 # %% ../../nbs/73_tools.plan.ipynb #23118882
-def memory(vlm_cfg:VLMConfig, train_cfg:TrainConfig, gpus:int=1)->Memory: # ranks; of one GPU
+def memory(
+    vlm_cfg:VLMConfig,
+    train_cfg:TrainConfig,
+    gpus:int=1, # ranks
+)->Memory: # of one GPU
     "Returns what a run needs at its highest point."
-    peak = _alone(peak_memory, vlm_cfg, train_cfg)
+    peak = _of_one_gpu(peak_memory, vlm_cfg, train_cfg)
     stored = 0
     trained = 0
     blocks = 0
@@ -392,21 +432,24 @@ def memory(vlm_cfg:VLMConfig, train_cfg:TrainConfig, gpus:int=1)->Memory: # rank
         rest += size.total-size.blocks
         largest = max(largest, size.largest_block)
     sharding = 'ddp' if gpus==1 else train_cfg.sharding
-    share = 1 if sharding=='ddp' else gpus
-    whole = train_cfg.gradient_accumulation_steps>1 and not train_cfg.reduce_every_micro_batch
-    per = bytes_per_parameter(sharding, share, accumulating=whole)
-    away = train_cfg.offload_params and sharding=='zero3'
-    gradients = trained*per['gradients']
+    sharers = 1 if sharding=='ddp' else gpus
+    steps = train_cfg.gradient_accumulation_steps
+    accumulates = steps>1 and not train_cfg.reduce_every_micro_batch
+    kept = bytes_per_parameter(sharding, sharers, accumulating=accumulates)
+    offloaded = train_cfg.offload_params and sharding=='zero3'
+    gradients = trained*kept['gradients']
     # those of a block, or of all that is in none, are whole while they are exchanged
-    if share>1 and not whole:
+    if sharers>1 and not accumulates:
         gradients += 4*min(max(rest, largest), trained)
     # of all experts, where `peak_memory` has one layer for them
     copies = peak['copies']*stored/peak['weights']
     if sharding!='ddp': # whole weights that a rank holds beside its part
         gathered = blocks if sharding=='zero2' else 2*largest
-        copies = (4 if train_cfg.dtype=='float32' else 2)*gathered+4*rest
-    weights = 0 if away else stored/share
-    moments = 0 if away or train_cfg.offload_optimizer else trained*per['moments']
+        width = 4 if train_cfg.dtype=='float32' else 2 # bytes
+        copies = width*gathered+4*rest
+    weights = 0 if offloaded else stored/sharers
+    moments = trained*kept['moments']
+    if offloaded or train_cfg.offload_optimizer: moments = 0
     return Memory(
         weights,
         copies,
@@ -418,10 +461,13 @@ def memory(vlm_cfg:VLMConfig, train_cfg:TrainConfig, gpus:int=1)->Memory: # rank
 # %% ../../nbs/73_tools.plan.ipynb #86a35b03
 USABLE = .9 # share of a GPU's memory that a plan may fill
 
-def _until_it_fits(vlm_cfg:VLMConfig, train_cfg:TrainConfig, gpus:int,
-    gib:float)->list[tuple[Remedy,float]]:
-    """Returns what to change, in order, until a GPU of so many GiB is large enough: remedies and the bytes
-    needed after each; the last may still be too many."""
+def _until_it_fits(
+    vlm_cfg:VLMConfig,
+    train_cfg:TrainConfig,
+    gpus:int, # ranks
+    gib:float, # memory of a GPU
+)->list[tuple[Remedy,float]]: # and the bytes needed after each; the last may still be too many
+    "Returns what to change, in order, until a GPU is large enough."
     needed = memory(vlm_cfg, train_cfg, gpus).total
     steps = []
     for remedy in memory_remedies(vlm_cfg, train_cfg, gpus):
@@ -432,7 +478,7 @@ def _until_it_fits(vlm_cfg:VLMConfig, train_cfg:TrainConfig, gpus:int,
             continue # these settings do not go together
         less = memory(*changed, gpus).total
         if less>.99*needed: continue
-        (vlm_cfg,train_cfg) = changed
+        vlm_cfg,train_cfg = changed
         needed = less
         steps.append((remedy, needed))
     return steps
@@ -446,8 +492,8 @@ class PackEstimate(NamedTuple):
     tokens:float # positions that hold a token
 
 # %% ../../nbs/73_tools.plan.ipynb #19f32551
-def typical_pack(vlm_cfg:VLMConfig, train_cfg:TrainConfig)->PackEstimate: # length and limits of a pack
-    "Returns an assumption, where nothing was measured."
+def typical_pack(vlm_cfg:VLMConfig, train_cfg:TrainConfig)->PackEstimate:
+    "Returns an assumption from length and limits of a pack, where nothing was measured."
     return PackEstimate(
         _most_tiles(vlm_cfg, train_cfg)/2,
         vlm_cfg.lm_max_length/4,
@@ -456,9 +502,12 @@ def typical_pack(vlm_cfg:VLMConfig, train_cfg:TrainConfig)->PackEstimate: # leng
     )
 
 # %% ../../nbs/73_tools.plan.ipynb #aa1c9d2d
-def update_flops(vlm_cfg:VLMConfig, train_cfg:TrainConfig,
-    pack:PackEstimate)->dict[str,float]:
-    "Returns the FLOPs of one GPU in an update of average packs: `useful`, and `all` that it executes."
+def update_flops(
+    vlm_cfg:VLMConfig,
+    train_cfg:TrainConfig,
+    pack:PackEstimate, # an average one
+)->dict[str,float]: # `useful`, and `all` that are executed
+    "Returns the FLOPs of one GPU in an update."
     packs = effective_batch_size(train_cfg)
     trained = {
         name:size.trained
@@ -486,23 +535,23 @@ def update_flops(vlm_cfg:VLMConfig, train_cfg:TrainConfig,
     return dict(useful=useful_flops(parts), all=all_flops(parts))
 
 # %% ../../nbs/73_tools.plan.ipynb #c0de0002
-def checkpoint_bytes(vlm_cfg:VLMConfig, train_cfg:TrainConfig)->int: # the model; what learns
-    "Returns the size of a checkpoint: weights and moments; adapters alone."
+def checkpoint_bytes(vlm_cfg:VLMConfig, train_cfg:TrainConfig)->int:
+    "Returns the size of a checkpoint: weights and moments, or those of adapters alone."
     parts = sizes(vlm_cfg, train_cfg)
     if train_cfg.lora_rank:
         return 12*sum(size.trained for size in parts.values())
     return sum(4*size.total+8*size.trained for size in parts.values())
 
 # %% ../../nbs/73_tools.plan.ipynb #2a10b639
-def _checkpoints_kept(train_cfg:TrainConfig)->int: # at the same time, with the best and the one being written
-    "Returns how many checkpoints lie on the disk."
+def _checkpoints_kept(train_cfg:TrainConfig)->int: # with the best and the one being written
+    "Returns how many checkpoints lie on the disk at the same time."
     total = checkpoints_written(train_cfg, train_cfg.max_training_steps)
     if train_cfg.max_keep_ckpts==-1: return total
     return min(total, train_cfg.max_keep_ckpts+2)
 
 # %% ../../nbs/73_tools.plan.ipynb #92531776
 def _sent(vlm_cfg, train_cfg, gpus):
-    "Bytes that a GPU sends in an update."
+    "Returns the bytes that a GPU sends in an update."
     blocks = 0
     rest = 0 # travels in float32, and once a micro-batch
     trained = 0
@@ -518,7 +567,7 @@ def _sent(vlm_cfg, train_cfg, gpus):
         train_cfg.gradient_accumulation_steps,
         train_cfg.reduce_every_micro_batch
     )
-    rest_in_units = rest*4/width
+    rest_in_units = rest*4/width # as if it were of the same width
     if train_cfg.sharding=='zero3': rest_in_units /= 2
     return (blocks+rest_in_units)*sent['weights']+trained*sent['gradients']
 
@@ -533,10 +582,13 @@ _WAYS:dict[str,dict] = {
     'offloaded':dict(sharding='zero3', offload_optimizer=True, offload_params=True)
 }
 
-def _memory_table(vlm_cfg:VLMConfig, train_cfg:TrainConfig,
-    gpus:int)->dict[str,dict[str,float]]:
-    """Returns memory for each way to share it: column -> part -> bytes, with `together` and `recomputed`,
-    and what a GPU sends to others in an update, `sent`."""
+def _memory_table(
+    vlm_cfg:VLMConfig,
+    train_cfg:TrainConfig,
+    gpus:int, # ranks
+)->dict[str,dict[str,float]]: # column -> part -> bytes
+    """Returns memory for each way to share it, with `together` and `recomputed`, and what a GPU sends to
+    others in an update, `sent`."""
     base = evolve(
         train_cfg,
         sharding='ddp',
@@ -549,31 +601,35 @@ def _memory_table(vlm_cfg:VLMConfig, train_cfg:TrainConfig,
     ways = {'ddp' if gpus>1 else 'one GPU':{}, 'offloaded':dict(offload_optimizer=True)}
     if gpus>1 and not train_cfg.cache_features: ways = _WAYS
     table = {}
-    for name,how in ways.items():
+    for name,settings in ways.items():
         if 'each' in name and train_cfg.gradient_accumulation_steps==1:
             continue
-        usual = memory(vlm_cfg, evolve(base, **how), gpus)
-        less = memory(vlm_cfg, evolve(recompute, **how), gpus)
+        usual = memory(vlm_cfg, evolve(base, **settings), gpus)
+        less = memory(vlm_cfg, evolve(recompute, **settings), gpus)
         table[name] = usual._asdict()|dict(together=usual.total, recomputed=less.total)
         if gpus>1:
-            table[name]['sent'] = _sent(vlm_cfg, evolve(base, **how), gpus)
+            table[name]['sent'] = _sent(vlm_cfg, evolve(base, **settings), gpus)
     return table
 
 # %% ../../nbs/73_tools.plan.ipynb #92531777
-def _on_device(name:str, flops:float, updates:int, needed:float,
-    steps:list[tuple[Remedy,float]])->dict:
-    """Returns what a run of so many updates is like on one kind of GPU of `GPUS`: `seconds` of an update,
-    `hours` of the run, `memory` in GiB, `fits`, `remedies`. An update takes `flops` at the peak and `needed`
-    bytes; `steps` are from `_until_it_fits` for the smallest GPU."""
+def _on_device(
+    name:str, # of a kind of GPU
+    flops:float, # of an update, at the peak
+    updates:int, # of the run
+    needed:float, # bytes
+    steps:list[tuple[Remedy,float]], # from `_until_it_fits` for the smallest GPU
+)->dict:
+    """Returns what a run is like on a GPU: `seconds` of an update, `hours` of the run, `memory` in GiB,
+    `fits`, `remedies`."""
     gpu = known_gpu(name)
     seconds = flops/(gpu.tflops*1e12)
     room = USABLE*gpu.memory*GB
     remedies = []
     fits = needed<=room
-    for remedy,left in steps:
+    for remedy,less in steps:
         if needed<=room: break
-        remedies.append(dict(changes=remedy.changes, price=remedy.price, gib=left/GB))
-        needed = left
+        remedies.append(dict(changes=remedy.changes, price=remedy.price, gib=less/GB))
+        needed = less
     return dict(
         seconds=seconds,
         hours=seconds*updates/3600,
@@ -584,17 +640,17 @@ def _on_device(name:str, flops:float, updates:int, needed:float,
 
 # %% ../../nbs/73_tools.plan.ipynb #92531778
 def _epochs(cfg, gpus, pack, packs, samples, epochs):
-    "Iterations and updates of some passes over a data set; it is not opened, so it may have fewer rows."
+    "Returns iterations and updates of passes over a data set; it is not opened, and may have fewer rows."
     at_most = samples is None and cfg.train_dataset_path!='shapes'
     samples = samples or cfg.data_cutoff_idx
     if not samples: return None
     passes = epochs or cfg.max_epochs or 1
-    least = cfg.batch_size*gpus # an estimate refuses nothing
-    rows = max(round(samples/pack.documents), least)
-    books = _bookkeeping(
+    one_batch = cfg.batch_size*gpus # at least, for an estimate refuses nothing
+    rows = max(round(samples/pack.documents), one_batch)
+    counts = _bookkeeping(
         rows, cfg.batch_size, gpus, cfg.gradient_accumulation_steps, passes
     )
-    return books|dict(
+    return counts|dict(
         samples=samples,
         at_most=at_most,
         epochs=passes,
@@ -611,11 +667,17 @@ _SAVES_MEMORY = (
 )
 
 # %% ../../nbs/73_tools.plan.ipynb #3e3d84c0
-def make_plan(vlm_cfg:VLMConfig, train_cfg:TrainConfig, gpus:int=1,
-    devices:tuple=DEVICES, mfu:float=MFU,
+def make_plan(
+    vlm_cfg:VLMConfig,
+    train_cfg:TrainConfig,
+    gpus:int=1, # ranks
+    devices:tuple=DEVICES, # kinds of GPUs
+    mfu:float=MFU, # share of the peak
     pack:PackEstimate|None=None, # an average one; None: `typical_pack`
-    samples:int|None=None, epochs:int|None=None)->dict: # of the data set, passes over it; None: as configured
-    "Returns what a run costs in sections of plain numbers and texts; `mfu` is the share of the peak."
+    samples:int|None=None, # of the data set; None: as configured
+    epochs:int|None=None, # passes over it; None: as configured
+)->dict:
+    "Returns what a run costs in sections of plain numbers and texts."
     require(mfu>0, f'mfu is {mfu}: give a share above 0')
     pack = pack or typical_pack(vlm_cfg, train_cfg)
     packs = effective_batch_size(train_cfg, gpus)
@@ -675,7 +737,7 @@ _NAMES = dict(
 )
 
 def _row(name, *cells):
-    "A line of a table: a name, and numbers that are aligned to the right."
+    "Returns a line of a table: a name, and numbers that are aligned to the right."
     return aligned(('', name, *cells), (2, -28, *[12]*len(cells)))
 
 # %% ../../nbs/73_tools.plan.ipynb #e6b6a9e5
@@ -699,9 +761,11 @@ def _memory_text(plan):
     for part in next(iter(table.values())):
         cells = [f'{column[part]/size:.1f}' for column in table.values()]
         lines.append(_row(_NAMES.get(part, part), *cells))
-    return [*lines,
+    return [
+        *lines,
         f"  as configured ({plan['setting']}): {with_unit(plan['needed']*GB, BYTES)}, for packs of "
-        f"{plan['pack_length']} tokens and {plan['most_tiles']} tiles, the fullest there can be"]
+        f"{plan['pack_length']} tokens and {plan['most_tiles']} tiles, the fullest there can be"
+    ]
 
 # %% ../../nbs/73_tools.plan.ipynb #49ac6fa2
 def _device_text(name, device):
@@ -737,13 +801,15 @@ def _work_text(plan):
     others = ', '.join(
         f'{size} x {gpus} x {steps}' for size,steps,gpus in batch['splits']
     )
-    return [f"Update: {batch['batch_size']} x {batch['gpus']} x {batch['accumulation']} = {work['packs']} "
-            f"packs (batch_size x GPUs x accumulation; the same: {others})",
+    return [
+        f"Update: {batch['batch_size']} x {batch['gpus']} x {batch['accumulation']} = {work['packs']} "
+        f"packs (batch_size x GPUs x accumulation; the same: {others})",
         f"  an average pack has {pack['tokens']:.0f} tokens, {pack['tiles']:.1f} tiles, "
         f"{pack['targets']:.0f} targets and {pack['documents']:.1f} samples: "
         f"{with_unit(work['all'], OPERATIONS, 0)} on each GPU, "
         f"{work['useful']/work['all']:.0%} of them useful",
-        f'  {length}: {tokens} tokens']
+        f'  {length}: {tokens} tokens'
+    ]
 
 # %% ../../nbs/73_tools.plan.ipynb #077ce6f1
 def _epochs_text(plan):
@@ -756,13 +822,17 @@ def _epochs_text(plan):
     if counts['at_most']:
         size = f'at most {size} (data_cutoff_idx; give --samples, the size of the data set)'
         passes = f'at least {passes}'
-    return [f"Epochs: {size} in packs of {plan['pack']['documents']:.1f}: {counts['iterations_per_epoch']} "
-            f"iterations an epoch; {epochs}: {counts['total_iterations']} iterations, "
-            f"{counts['updates']} updates",
-        f"  {plan['updates']} updates as configured are {passes} over the data"]
+    return [
+        f"Epochs: {size} in packs of {plan['pack']['documents']:.1f}: {counts['iterations_per_epoch']} "
+        f"iterations an epoch; {epochs}: {counts['total_iterations']} iterations, "
+        f"{counts['updates']} updates",
+        f"  {plan['updates']} updates as configured are {passes} over the data"
+    ]
 
 # %% ../../nbs/73_tools.plan.ipynb #49ac6fa4
-def _plan_text(plan:dict)->str: # from `make_plan`; lines for a terminal
+def _plan_text(
+    plan:dict, # from `make_plan`
+)->str: # lines for a terminal
     "Returns a plan as people read it."
     kept = plan['disk']['kept']
     size = plan['disk']['checkpoint']
@@ -787,9 +857,15 @@ def _plan_text(plan:dict)->str: # from `make_plan`; lines for a terminal
     return '\n\n'.join(map('\n'.join, (start,_memory_text(plan),devices,end)))
 
 # %% ../../nbs/73_tools.plan.ipynb #64aa0002
-def show_plan(vlm_cfg:VLMConfig, train_cfg:TrainConfig, gpus:int=1,
-    devices:tuple=DEVICES, mfu:float=MFU,
-    samples:int|None=None, epochs:int|None=None)->None: # see `make_plan`
+def show_plan(
+    vlm_cfg:VLMConfig, # this and the others: see `make_plan`
+    train_cfg:TrainConfig,
+    gpus:int=1,
+    devices:tuple=DEVICES,
+    mfu:float=MFU,
+    samples:int|None=None,
+    epochs:int|None=None,
+)->None:
     "Prints what a run will cost, from what it starts with."
     start,vlm_cfg,train_cfg,lines = foresee_start(vlm_cfg, train_cfg, gpus)
     plan = make_plan(vlm_cfg, train_cfg, gpus, devices, mfu, None, samples, epochs)
