@@ -32,7 +32,9 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 
-def image_tokens(convention:str='nanovlm')->dict[str,str]: # of `image_convention`; those of transformers
+def image_tokens(
+    convention:str='nanovlm', # as `image_convention`
+)->dict[str,str]: # named as in transformers
     "Returns name -> token: an image token, the whole picture, tiles of a grid, what stands around them."
     if convention=='qwen':
         return {
@@ -474,8 +476,8 @@ class TrainConfig(Config):
     long_run_name:bool = True
     eval_in_epochs:bool = True # validate during training
     eval_interval:Pos = 500 # * updates between validations
-    # what the best checkpoint has: the lowest loss in validation, or the most answers that it is sure of (of
-    # equally many, to a hundredth, the lowest loss)
+    # what the best checkpoint has: the lowest loss in validation, or the most answers that it is sure of
+    # (of equally many, to a hundredth, the lowest loss)
     best_by:Literal['loss','answers'] = 'loss'
     max_val_batches:Pos = 64 # * batches of a validation on each rank
     # * held-out samples whose questions the best model answers at the end, at most as many as it was trained
@@ -899,7 +901,8 @@ PRESETS:dict[str,tuple[dict,dict]] = dict(
 def preset(name:str)->tuple[VLMConfig,TrainConfig]:
     "Returns the configurations of this name, of which nothing counts as given."
     check_known([str(name)], PRESETS, 'preset')
-    configs = VLMConfig(**PRESETS[name][0]),TrainConfig(**PRESETS[name][1])
+    model,run = PRESETS[name]
+    configs = VLMConfig(**model),TrainConfig(**run)
     for cfg in configs: cfg.given.clear()
     return configs
 

@@ -255,7 +255,7 @@ def _rank_device(
 def _meeting_store(me:Dist)->c10d.Store: # not yet in a group
     "Returns the store in which the ranks find each other, without what an earlier start has left."
     wait = timedelta(seconds=me.timeout_s)
-    store = next(c10d.rendezvous('env://', me.rank, me.world_size, timeout=wait))[0]
+    store,*_ = next(c10d.rendezvous('env://', me.rank, me.world_size, timeout=wait))
     shared = os.environ.get('TORCHELASTIC_USE_AGENT_STORE')=='True' # by all starts
     start = os.environ.get('TORCHELASTIC_RESTART_COUNT')
     return c10d.PrefixStore(f'start {start}', store) if shared else store

@@ -168,6 +168,7 @@ class Config:
     def __new__(cls, *args, **kwargs):
         check_known(kwargs, cls.__dataclass_fields__, f'field of {cls.__name__}')
         cfg = super().__new__(cls)
+        # those given by their order, and by name
         vars(cfg)['given'] = {f.name for f,_ in zip(fields(cls), args)}|kwargs.keys()
         return cfg
 

@@ -30,7 +30,7 @@ def tile_places(
     sizes = torch.tensor(grids, dtype=torch.long).view(-1, 2)
     counts = sizes.prod(1)
     picture = torch.arange(len(sizes)).repeat_interleave(counts)
-    inside = torch.arange(len(picture))-(counts.cumsum(0)-counts)[picture]
+    inside = torch.arange(len(picture))-(counts.cumsum(0)-counts)[picture] # number in its picture
     columns = sizes[picture,1]
     return torch.stack([picture, inside//columns, inside%columns])
 
@@ -42,7 +42,7 @@ def window_order(
     "Returns the tiles window by window, (N,), and how many tiles each window has."
     picture,row,column = tile_places(grids)
     sizes = torch.tensor(grids, dtype=torch.long).view(-1, 2)
-    down,across = ((sizes+side-1)//side).unbind(1)
+    down,across = ((sizes+side-1)//side).unbind(1) # windows, rounded up
     earlier = (down*across).cumsum(0)-down*across # windows of earlier pictures
     window = earlier[picture]+row//side*across[picture]+column//side
     return window.argsort(stable=True),window.bincount().tolist()

@@ -124,7 +124,7 @@ class Layout:
                 f'attention_mask has a gap in row {int(gaps.int().argmax())}: '
                 'padding must be on the left or on the right'
             )
-        starts = (mask.cumsum(1)==0).sum(1)*mask.any(1)
+        starts = (mask.cumsum(1)==0).sum(1)*mask.any(1) # 0 in a row without tokens
         lens = tuple((n,) if n else () for n in mask.sum(1).tolist())
         return cls(lens, mask.shape[1], tuple(starts.tolist()))
 

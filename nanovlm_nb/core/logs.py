@@ -227,15 +227,16 @@ class _Screen:
         now = self.now()
         report = step%self.every==0
         total = self.total
-        first,began = self.first = self.first or (step,now)
+        self.first = self.first or (step,now)
+        first,began = self.first
         self.reported = min(self.reported, now)
         pace = (now-began)/(step-first) if step>first else nan # seconds of an update
         left = pace*max((total or nan)-step, 0)
         if self.epochs and report:
             self.info(_minimind_line(metrics, step, total, self.epochs, pace))
         elif not self.epochs and (report or step==first+10 or now-self.reported>=_REPORT_S):
-            at = f'{step}/{total}' if total else f'{step}'
-            self.info(_report_line(metrics, at, left), shown=self.bar.disable)
+            done = f'{step}/{total}' if total else f'{step}'
+            self.info(_report_line(metrics, done, left), shown=self.bar.disable)
             self.reported = now
         self.bar.total = total
         self.bar.set_postfix_str(', '.join(_progress(metrics, left)), refresh=False)

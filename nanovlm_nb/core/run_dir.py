@@ -195,11 +195,11 @@ def missing_pieces(
     "Returns what a directory lacks, nothing if all files are there in their sizes; no file is read."
     listed = _read_manifest(folder)
     if not listed: return [MANIFEST]
-    there = file_sizes(folder)
+    sizes = file_sizes(folder)
     missing = [name for name in needs if name not in listed]
     for name,(size,_) in listed.items():
-        if there.get(name)!=size:
-            missing.append(f'{name} ({there.get(name, 0)} instead of {size} bytes)')
+        if sizes.get(name)!=size:
+            missing.append(f'{name} ({sizes.get(name, 0)} instead of {size} bytes)')
     return missing
 
 # %% ../../nbs/01_core.run_dir.ipynb #d51562c8
@@ -209,17 +209,17 @@ def _changed_files(
 )->list[str]: # phrases
     "Returns which of the files that are there were changed, or added, since they were listed."
     listed = _read_manifest(folder)
-    there = [n for n in file_sizes(folder) if listed and (deep or '/' not in n)]
+    present = [n for n in file_sizes(folder) if listed and (deep or '/' not in n)]
     kind:Callable = xxh3_128
     if any(len(digest)==64 for _,digest in listed.values()):
         kind = hashlib.sha256
-    digests = file_digests(folder, [n for n in there if n in listed], kind)
+    digests = file_digests(folder, [n for n in present if n in listed], kind)
     changed = [
         f'{n} is not as it was written'
         for n,digest in digests.items()
         if digest!=listed[n][1]
     ]
-    added = [n for n in there if n not in listed and n.endswith(READ_BY_LOADERS)]
+    added = [n for n in present if n not in listed and n.endswith(READ_BY_LOADERS)]
     return [*changed, *(f'{n} is not in its manifest' for n in added)]
 
 # %% ../../nbs/01_core.run_dir.ipynb #d1200003
@@ -350,7 +350,8 @@ def usable_checkpoint(
 # %% ../../nbs/01_core.run_dir.ipynb #d2678d19
 def last_checkpoint(run_dir:Path)->Path|None: # None: there is no complete one
     "Returns the current checkpoint of a run, see `usable_checkpoint`."
-    return usable_checkpoint(run_dir)[0]
+    checkpoint,_ = usable_checkpoint(run_dir)
+    return checkpoint
 
 # %% ../../nbs/01_core.run_dir.ipynb #b2459248
 def write_pointer(
@@ -365,7 +366,10 @@ def write_pointer(
         (Path(run_dir)/name).unlink(missing_ok=True)
 
 # %% ../../nbs/01_core.run_dir.ipynb #42edffd9
-def read_pointer(run_dir:Path, name:str=LAST)->Path|None: # None: there is no such file, or it names nothing
+def read_pointer(
+    run_dir:Path,
+    name:str=LAST, # `LAST` or `BEST`
+)->Path|None: # None: there is no such file, or it names nothing
     "Returns the checkpoint that the file `name` names."
     file = Path(run_dir)/name
     text = file.read_text(encoding='utf-8', errors='replace').strip() if file.is_file() else ''
@@ -392,14 +396,14 @@ def todo_of(checkpoint:Path)->Path: # need not be there
     return Path(checkpoint).parent/RESULTS/f'{Path(checkpoint).name}.todo'
 
 # %% ../../nbs/01_core.run_dir.ipynb #3d8a5f60
+def _abandoned(run_dir):
+    "Number and path of all that is called `abandoned_N`, by number."
+    paths = [p for p in Path(run_dir).glob('abandoned_*') if p.name[10:].isdecimal()]
+    return sorted((int(p.name[10:]),p) for p in paths) # what follows `abandoned_`
+
 def abandoned(run_dir:Path)->list[Path]: # the oldest first
     "Returns the `abandoned_N` directories: what was set aside, one directory each time."
-    # [10:]: what follows `abandoned_`
-    named = [p for p in Path(run_dir).glob('abandoned_*') if p.name[10:].isdecimal()]
-    return sorted(
-        (p for p in named if p.is_dir() and not p.is_symlink()),
-        key=lambda p: int(p.name[10:])
-    )
+    return [p for _,p in _abandoned(run_dir) if p.is_dir() and not p.is_symlink()]
 
 # %% ../../nbs/01_core.run_dir.ipynb #8b0dc2fb
 def is_own(
@@ -435,12 +439,7 @@ ASIDE = f'abandoned{TMP}' # gets what is set aside, until all of it is there
 
 def abandoned_folder(run_dir:Path)->Path: # is not there
     "Returns the next `abandoned_N`; nothing is mixed with what lies under such a name."
-    # [10:]: what follows `abandoned_`
-    numbers = [
-        int(p.name[10:])
-        for p in Path(run_dir).glob('abandoned_*')
-        if p.name[10:].isdecimal()
-    ]
+    numbers = [number for number,_ in _abandoned(run_dir)]
     return Path(run_dir)/f'abandoned_{max(numbers, default=0)+1}'
 
 # %% ../../nbs/01_core.run_dir.ipynb #5e7a51de

@@ -233,7 +233,8 @@ def _from_text(text:str, kind:Any)->Any:
     "Converts a command-line word to what `as_type` expects for this annotation."
     if NoneType in get_args(kind) and text in ('None','none','null'):
         return None
-    if rule_of(kind)[0] not in (bool,dict) or not text.strip():
+    base,*_ = rule_of(kind)
+    if base not in (bool,dict) or not text.strip():
         return text
     try: return read_yaml(text, 'the flag')
     except UsageError: return text # which its kind refuses
@@ -241,7 +242,7 @@ def _from_text(text:str, kind:Any)->Any:
 # %% ../../nbs/04_core.settings.ipynb #fb59a078
 def _add_field(group, f, default, help):
     "Adds the flag of a field, and a twin for what is true by default."
-    base = rule_of(f.type)[0]
+    base,*_ = rule_of(f.type)
     choices = get_args(f.type) if get_origin(f.type) is Literal else ()
     if len(str(default))>=100:
         default = SUPPRESS # the template and the tokens would fill the screen
@@ -272,8 +273,10 @@ def _underscored(word):
     name = word.partition('=')[0]
     return word.replace(name, '--'+name[2:].replace('-', '_'), 1) if name.startswith('--') else word
 
-def help_flag(words:Iterable[str])->str: # of a command line; '' if none asks for the help
-    "Returns the flag that asks for the help, `--help_all` before others."
+def help_flag(
+    words:Iterable[str], # of a command line
+)->str: # '' if none asks for the help
+    "Returns the flag that asks for the help, the longest, so `--help_all` before others."
     return max(
         {*map(_underscored, words)}&{'-h','--help','--help_all'}, key=len, default=''
     )

@@ -102,7 +102,7 @@ def nearest(name:str, known:Iterable[str])->str|None: # None: no name is near
         (k for k in bare if words(name)<words(k)), key=lambda k: len(words(k))
     )
     near += difflib.get_close_matches(name, bare, n=1, cutoff=.72) # of 1, the similarity
-    near += sorted(
+    near += sorted( # with most words in common first
         (k for k in bare if words(k)<words(name)), key=lambda k: -len(words(k))
     )
     return bare[near[0]] if near else None

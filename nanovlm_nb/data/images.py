@@ -112,8 +112,7 @@ def _refuse(
     if isinstance(src, str) and src.startswith(('http://', 'https://')):
         raise UnreadableImage(f'{src:.90} is an address: download the pictures first') from e
     in_memory = isinstance(src, (bytes, bytearray, memoryview))
-    if not in_memory and not isinstance(src, (str, os.PathLike)) and not hasattr(src,
-        'read'):
+    if not (in_memory or isinstance(src, (str, os.PathLike)) or hasattr(src, 'read')):
         raise UnreadableImage(
             f'{src!r:.40} is no picture: give bytes, a file name, an open file, '
             'a PIL image or a dictionary with `bytes` or `path`'
@@ -130,7 +129,9 @@ def _refuse(
 _FLAGGED = {'exif', 'Raw profile type exif', 'XML:com.adobe.xmp', 'xmp'} # where PIL keeps the orientation
 _MAX_BYTES = {b'tEXt':2**20, b'zTXt':0, b'iTXt':0, b'iCCP':2**15} # what PIL gets of such chunks of a PNG
 
-def _lean_png(file:io.BufferedIOBase)->bytes|None: # at its beginning; None: it is no PNG, or lean already
+def _lean_png(
+    file:io.BufferedIOBase, # at its beginning
+)->bytes|None: # None: it is no PNG, or lean already
     "A PNG without long or packed texts and long profiles."
     if file.read(8) != b'\x89PNG\r\n\x1a\n': return None
     start = 0
@@ -317,7 +318,8 @@ def _smolvlm_sizes(
     )
     short = int(max_side/(w/h)) if w >= h else int(max_side*(w/h))
     short = max(1, short + short%2)
-    w, h = first = (max_side, short) if w >= h else (short, max_side)
+    first = (max_side, short) if w >= h else (short, max_side)
+    w, h = first
     ratio = w/h
     def in_tiles(x): return -(-x//tile)*tile # rounded up
     if w >= h:
@@ -400,7 +402,7 @@ class ImageProcessor:
         side = self.max_img_size
         tile = self.splitted_image_size
         if self.convention == 'smolvlm':
-            w, h = _smolvlm_sizes(width, height, side, tile)[1]
+            _, (w, h) = _smolvlm_sizes(width, height, side, tile)
         elif self.convention == 'qwen':
             h, w = smart_resize(width, height, tile, self.min_pixels, self.max_pixels)
         else:

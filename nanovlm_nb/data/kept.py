@@ -141,13 +141,14 @@ def _read_kept(file:Path)->datasets.Dataset:
 
 def loaders_of(train_cfg:TrainConfig, run_dir:Path)->Callable: # see `get_dataloaders`
     "What makes the loaders of a run, also if it was given its rows in Python."
-    cfg = train_cfg
-    if cfg.train_dataset_path!=OWN_ROWS: return get_dataloaders
+    if train_cfg.train_dataset_path!=OWN_ROWS: return get_dataloaders
     rows = _read_kept(kept_rows(run_dir))
-    alone = kept_file(run_dir, KEPT_HELD_OUT)
-    if alone:
-        return partial(get_dataloaders, rows=rows, val_rows=_read_kept(alone))
-    train = MapSource(rows, cfg.seed, cfg.val_size, cfg.data_cutoff_idx)
+    file = kept_file(run_dir, KEPT_HELD_OUT)
+    if file:
+        return partial(get_dataloaders, rows=rows, val_rows=_read_kept(file))
+    train = MapSource(
+        rows, train_cfg.seed, train_cfg.val_size, train_cfg.data_cutoff_idx
+    )
     return partial(get_dataloaders, rows=(train, train.held_out()))
 
 def held_out_loader(

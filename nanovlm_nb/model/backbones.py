@@ -487,10 +487,10 @@ def _interpolated(
     new:int, # patches along a side that are wanted
 )->Tensor: # (1, P, D) for another P
     "Returns positions of new x new patches from those of old x old, as transformers does."
-    first = w.shape[1]-old*old # a class token keeps its own
-    grid = w[:,first:].float().unflatten(1, (old,old)).permute(0, 3, 1, 2)
+    extra = w.shape[1]-old*old # a class token keeps its own
+    grid = w[:,extra:].float().unflatten(1, (old,old)).permute(0, 3, 1, 2)
     grid = F.interpolate(grid, size=(new,new), mode='bicubic', align_corners=False)
-    return torch.cat([w[:,:first], grid.flatten(2).transpose(1, 2).to(w)], 1)
+    return torch.cat([w[:,:extra], grid.flatten(2).transpose(1, 2).to(w)], 1)
 
 def vision_weights(
     vit:ViT, # will get them

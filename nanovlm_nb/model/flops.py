@@ -38,7 +38,7 @@ def _matrix_flops(
     passed:bool, # its input's gradient is wanted
 )->_Flops:
     "Returns the cost of a matrix times one vector, and of its backward pass."
-    return _Flops(2*weights, 2*weights*(trained+passed))
+    return _Flops(2*weights, 2*weights*(trained+passed)) # each gradient costs as much as the output
 
 # %% ../../nbs/40_model.flops.ipynb #18783742
 def pairs(doc_lens:Iterable)->int: # lengths of documents; also one list of them a row

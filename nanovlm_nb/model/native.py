@@ -27,8 +27,8 @@ class FramePatches(nn.Module):
     "Patch vectors of pictures, by a kernel of two frames."
     def __init__(self, cfg:VLMConfig): # reads `vit_patch_size`, `vit_hidden_dim`
         super().__init__()
-        size = 2,cfg.vit_patch_size,cfg.vit_patch_size
-        self.conv = nn.Conv3d(3, cfg.vit_hidden_dim, size, size, bias=False)
+        kernel = 2,cfg.vit_patch_size,cfg.vit_patch_size
+        self.conv = nn.Conv3d(3, cfg.vit_hidden_dim, kernel, kernel, bias=False)
 
     def forward(self, images:Tensor, # (N, 3, S, S) tiles, normalised
     )->Tensor: # (N, P, D) patch vectors

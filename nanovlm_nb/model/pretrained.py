@@ -107,23 +107,24 @@ def checkpoint_weights(
             f"{folder} holds adapters, and {base} has other "
             "weights than their base had: put that back, or begin a new run with load_from")
         more_fields = {f.name for f in fields(kind)}-{f.name for f in fields(VLMConfig)}
-        given = more_fields & read_json(base, 'config.json').keys() # or the base is a plain model
-        _,state = checkpoint_weights(base, kind if given else VLMConfig)
+        in_base = more_fields & read_json(base, 'config.json').keys() # or the base is a plain model
+        _,state = checkpoint_weights(base, kind if in_base else VLMConfig)
         for new in note.get('without', ()):
             state.makers.pop(new, None)
         state |= read_file(folder/LORA_WEIGHTS)
-        adapted = {k.removesuffix(LORA_A) for k in state if k.endswith(LORA_A)}
-        weights = _merge_state(state, note['alpha']) if merge else beside_adapters(state,
-            adapted)
+        if merge:
+            weights = _merge_state(state, note['alpha'])
+        else:
+            adapted = {k.removesuffix(LORA_A) for k in state if k.endswith(LORA_A)}
+            weights = beside_adapters(state, adapted)
         return checkpoint_config(folder, kind),weights
     cfg = checkpoint_config(folder, kind)
     if read_json(folder, 'config.json').get('model_type') in WHOLE:
         return cfg,whole_weights(folder, cfg)
     state = read_tensors(folder)
-    if cfg.lm_tie_weights and HEAD in state:
-        state.alias(EMBED, HEAD)
-    if cfg.lm_tie_weights and EMBED in state:
-        state.alias(HEAD, EMBED)
+    if cfg.lm_tie_weights:
+        if HEAD in state: state.alias(EMBED, HEAD)
+        if EMBED in state: state.alias(HEAD, EMBED)
     return cfg,state
 
 # %% ../../nbs/37_model.pretrained.ipynb #df372578
