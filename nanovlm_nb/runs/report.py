@@ -211,7 +211,7 @@ def _report_drops(drops:dict[str,Drops], log:RunLog, step:int)->None: # from `Le
 def _results_of(trainer:Trainer, scores:dict[str,dict])->list[str]: # after `train()`; from `_ask_held_out`
     "What came of a run."
     t = trainer
-    name = 'val_loss' if find(trainer, Validate).by is None else 'judged'
+    name = find(trainer, Validate).name
     best = 'no validation'
     if t.best_step is not None:
         best = f'best {name} {t.best_val_loss:.4f} at update {t.best_step}'

@@ -345,7 +345,7 @@ def run(vlm_cfg:VLMConfig, train_cfg:TrainConfig, # the model and the run
     loaders:Callable|None=None, # like `loader.get_dataloaders`, e.g. a `partial` with `rows` of your own
     optimizer:Callable|None=None, # like `optim.make_optimizer(model, train_cfg)`: groups name their `max_lr`
     schedule:Callable|dict|None=None, # `schedule(step, max_lr, max_steps)`, or one for each group by name
-    loss:Callable|None=None, judge:Callable|None=None, # like `cross_entropy`; `judge(trainer)`, lowest wins
+    loss:Callable|None=None, judge:Callable|None=None, # like `cross_entropy`, see `Targets`; a `Judge`
     hooks:Iterable=(), # what is done beside the updates, see `Hook`
     dist:Dist|None=None, stop:threading.Event|None=None, # ranks that are there; what ends the run
     asked:Namespace=Namespace(), command:Callable|None=None)->Path: # the command line; names what resumes
