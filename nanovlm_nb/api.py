@@ -26,7 +26,7 @@ from .data.files import load_configs,own_rows
 from .data.loader import get_dataloaders
 from .data.sources import as_source,MapSource,Mixture,Weights
 from .answers.answer import Asker
-from .answers.look import compare_answers,decoded_rows
+from .answers.look import compare_answers,decoded_rows,Scores
 from .model.vlm import ModelClass,model_class
 from .runs.run import run
 from .uses.export import export_model,open_model
@@ -302,10 +302,10 @@ def load(checkpoint:str|Path, device:str|torch.device|None=None, # default: the 
     return Asker.from_model(opened.to(pick_device(device)), processor=processor)
 
 # %% ../nbs/96_api.ipynb #91a1001a
-def evaluate(model:Asker|str|Path, rows)->dict[str,dict]: # or what `load` takes; as for `train`
+def evaluate(model:Asker|str|Path, rows)->Scores: # or what `load` takes; as for `train`
     """Returns right answers and questions of some rows, beside what can be had without the right picture:
     'answers', 'another picture', 'blind guess', 'picture helps' -> kind of question, or 'all' ->
-    (right, asked)."""
+    (right, asked); its `accuracy` is the share of right answers."""
     asker = model if isinstance(model, Asker) else load(model)
     rows = decoded_rows(rows, asker.model.cfg.pixel_max)
     return compare_answers(asker, rows)[0]

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ..core.config import VLMConfig, evolve, load_function
 from ..core.dist import is_sharded
+from ..core.fields import IGNORE
 from ..core.grids import flat_pictures,grids_of
 from ..core.usage import require
 from ..core.layout import Layout, Tiles, check_targets, slot_error
@@ -215,6 +216,20 @@ class VisionLanguageModel(Pretrained, VLMNet):
     def device(self)->torch.device: # of the language model; the other parts may be of somebody's own making
         "Where the model is."
         return next(self.decoder.parameters()).device
+
+    def forward(self, input_ids:Tensor, *args:Any, # (B, T) token ids; see `VLMNet.forward`
+        labels:Tensor|None=None, # as loaders give them: targets, for a trainer that is not the library's
+        num_items_in_batch:Any=None, # targets of its whole update; None: those of `labels`
+        **more:Any)->Any: # likewise; with `labels` a dictionary with the `loss`
+        "Returns scores and loss."
+        if labels is None: return super().forward(input_ids, *args, **more)
+        told = labels!=IGNORE
+        require(not told.any() or not labels[told].equal(input_ids[told]),
+            'labels are the input_ids at their own places: give the id that follows each position')
+        inputs = {name:more[name] for name in ('images','attention_mask','doc_lens') if name in more}
+        _,loss = super().forward(input_ids, targets=labels, reduction='sum', **inputs)
+        count = told.sum() if num_items_in_batch is None else num_items_in_batch
+        return dict(loss=loss/count)
 
     @torch.no_grad()
     def stream(self, input_ids:Tensor, # (B, T) prompts, padded on the left; with `reader` what is new

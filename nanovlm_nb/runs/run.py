@@ -27,6 +27,7 @@ from ..data.images import image_processor_of
 from ..data.samples import VQADataset
 from ..data.loader import get_dataloaders,load_tokenizer,size_line
 from ..data.kept import keep_rows,loaders_of
+from ..model.language import check_decoder,LanguageModel
 from ..model.vision import ViT
 from ..model.backbones import load_vision_backbone,with_tower
 from ..model.pretrained import find_tokenizer,followed,noted_base
@@ -198,6 +199,8 @@ def build_trainer(v:VLMConfig, c:TrainConfig, log:RunLog, dist:Dist, # every ran
     hooks = hooks_of(c, own('hooks') or (), own('judge'))
     t = make_trainer(model, c, rows, val, hooks, dist, log, tokenizer, own('schedule'),
         own('optimizer'))
+    if checkpoint is None and type(t.base.decoder) is not LanguageModel:
+        check_decoder(t.base.decoder, t.base.cfg)
     if dist.rank:
         set_seed((c.seed+dist.rank)%2**32) # from here on each rank draws its own dropout
     return t
