@@ -296,7 +296,7 @@ def _results_of(
     scores:dict[str,dict], # from `_ask_held_out`
 )->list[str]:
     "Returns what came of a run."
-    name = 'val_loss' if find(trainer, Validate).by is None else 'judged'
+    name = find(trainer, Validate).name
     best = 'no validation'
     if trainer.best_step is not None:
         best = f'best {name} {trainer.best_val_loss:.4f} at update {trainer.best_step}'
