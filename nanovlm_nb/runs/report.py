@@ -30,9 +30,8 @@ from ..model.vlm import VisionLanguageModel
 from ..training.trainer import Trainer,Validate
 from ..training.advice import advice
 from ..training.hooks import find,Meters
-from ..answers.answer import accuracy,accuracy_table,answer_all,Asker,keep_example
-from ..answers.answer import plot_answers,questions_of
-from ..answers.look import compare_answers,held_out_rows,verdict
+from ..answers.answer import accuracy_table,Asker,keep_example,plot_answers
+from ..answers.look import compare_answers,held_out_rows,known_answers,verdict
 
 # %% ../../nbs/64_runs.report.ipynb #c916672a
 _OWN = {'run_name','notes','resume','load_from'} # different in every run
@@ -174,13 +173,11 @@ def _remedies(trainer:Trainer, scores:dict[str,dict])->str: # after `train()`
 
 _KNOWN = .9 # share of its own rows that a model has to answer before others are to blame
 
-def _still_learning(asker:Asker, rows:list[dict], updates:int)->str: # some training rows; empty: it knows them
+def _still_learning(right:int, asked:int, updates:int)->str: # about training rows; empty: it knows them
     "A sentence about a model that does not answer its own training rows."
-    seen = answer_all(asker, questions_of(rows))
-    right,asked = accuracy(seen)['all']
     if right>=_KNOWN*asked: return ''
-    return (f'of {asked} questions about its own training rows the model answers {right} as they are: it is '
-        f'still learning them. What helps: more updates than {updates}')
+    return (f'of {asked} answers in its own training rows the model gives {right}: it is still learning them. '
+        f'What helps: more updates than {updates}')
 
 def _overfitting(records:list[dict], best_step:int|None=None)->str: # of the log; empty: all is well
     "A sentence about a validation loss that has risen while the loss of training fell."
@@ -275,14 +272,14 @@ def report_run(trainer:Trainer, drops:dict[str,Drops], make:Callable|None=None)-
     plot_curves(records, run_dir/'curves.png')
     warnings = []
     judged = verdict(scores) if scores else ''
-    if judged:
-        warnings.append(judged)
-        right,asked = scores['answers']['all']
-        if right!=asked: warnings.append(_remedies(t, scores))
+    if judged: warnings.append(judged)
     learning = ''
     if scores and t.cfg.train_dataset_path==OWN_ROWS:
-        known = held_out_rows(t.loader, len(rows), t.base.cfg)
-        learning = _still_learning(asker, known, t.step)
+        trained_on = held_out_rows(t.loader, len(rows), t.base.cfg)
+        learning = _still_learning(*known_answers(asker, trained_on), t.step)
+    if judged and not learning:
+        right,asked = scores['answers']['all']
+        if right!=asked: warnings.append(_remedies(t, scores))
     risen = learning or _overfitting(records, t.best_step)
     if risen: warnings.append(risen)
     write_record(run_dir, t.base.cfg, t.cfg, _results_of(t, scores)+warnings)
