@@ -199,6 +199,23 @@ def _overfitting(records:list[dict], best_step:int|None=None)->str: # of the log
         f'while the loss of training fell from {before:.4g} to {after:.4g}: the model learns its rows by '
         f'heart. The best checkpoint is kept; what helps: more rows, or fewer updates (about {at})')
 
+# %% ../../nbs/64_runs.report.ipynb #5500a005
+def _warnings(trainer:Trainer, asker:Asker|None, scores:dict[str,dict], # None: nothing was asked
+    records:list[dict])->list[str]: # of the log
+    "What is wrong with the answers, and what may help."
+    t = trainer
+    learning = ''
+    if asker and t.cfg.train_dataset_path==OWN_ROWS:
+        rows = held_out_rows(t.loader, scores['answers']['all'][1], t.base.cfg)
+        learning = _still_learning(*known_answers(asker, rows), t.step)
+    lines = [learning or _overfitting(records, t.best_step)]
+    judged = verdict(scores) if scores else ''
+    if judged:
+        right,asked = scores['answers']['all']
+        helps = '' if learning or right==asked else _remedies(t, scores)
+        lines = [judged, helps, *lines]
+    return [*filter(None, lines)]
+
 # %% ../../nbs/64_runs.report.ipynb #75ce5462
 def _time_split(seconds:dict[str,float])->str: # by kind; e.g. 'forward_backward 80 %, data 20 %, 12 s in all'
     "Where the time of a run went, the largest part first."
@@ -263,25 +280,12 @@ def report_run(trainer:Trainer, drops:dict[str,Drops], make:Callable|None=None)-
     run_dir = log.run_dir
     rows = held_out_rows(t.held_out, min(t.cfg.ask_samples, t.samples), t.base.cfg)
     drops['val'].merge(t.held_out.drops)
-    scores = {}
-    if rows:
-        asker = _best_asker(t, make)
-        scores = _ask_held_out(asker, rows, log, t.step)
+    asker = _best_asker(t, make) if rows else None
+    scores = _ask_held_out(asker, rows, log, t.step) if asker else {}
     _report_drops(drops, log, t.step)
     records = read_log(run_dir/LOG)
     plot_curves(records, run_dir/'curves.png')
-    warnings = []
-    judged = verdict(scores) if scores else ''
-    if judged: warnings.append(judged)
-    learning = ''
-    if scores and t.cfg.train_dataset_path==OWN_ROWS:
-        trained_on = held_out_rows(t.loader, len(rows), t.base.cfg)
-        learning = _still_learning(*known_answers(asker, trained_on), t.step)
-    if judged and not learning:
-        right,asked = scores['answers']['all']
-        if right!=asked: warnings.append(_remedies(t, scores))
-    risen = learning or _overfitting(records, t.best_step)
-    if risen: warnings.append(risen)
+    warnings = _warnings(t, asker, scores, records)
     write_record(run_dir, t.base.cfg, t.cfg, _results_of(t, scores)+warnings)
     question = next((r['texts'][0]['user'] for r in rows if r['images']),
         'What is in the picture?')

@@ -462,7 +462,7 @@ def validation(trainer:Trainer)->Figures|None: # None: there is no target, or th
 def validation_loss(trainer:Trainer)->float|None: # as above
     "Returns the mean loss of the held-out targets of all ranks."
     figures = validation(trainer)
-    return figures and figures['val_loss']
+    return figures['val_loss'] if figures else None
 
 # %% ../../nbs/49_training.trainer.ipynb #3702b16b
 class Log(Hook):
