@@ -435,8 +435,8 @@ class TrainConfig(Config):
     long_run_name:bool = True
     eval_in_epochs:bool = True # validate during training
     eval_interval:Pos = 500 # * updates between validations
-    # * what the best checkpoint has: the lowest loss in validation, or the most answers that it is sure of (of
-    # equally many, to a hundredth, the lowest loss)
+    # * what the best checkpoint has: the lowest loss of validation, or the most answers that it is sure of;
+    # among equally many, to a hundredth, the lowest loss
     best_by:Literal['loss','answers'] = 'loss'
     max_val_batches:Pos = 64 # * batches of a validation on each rank
     # * held-out samples whose questions the best model answers at the end, at most as many as it was trained

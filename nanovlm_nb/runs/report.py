@@ -176,8 +176,8 @@ _KNOWN = .9 # share of its own rows that a model has to answer before others are
 def _still_learning(right:int, asked:int, updates:int)->str: # about training rows; empty: it knows them
     "A sentence about a model that does not answer its own training rows."
     if right>=_KNOWN*asked: return ''
-    return (f'of {asked} answers in its own training rows the model gives {right}: it is still learning them. '
-        f'What helps: more updates than {updates}')
+    return (f'of {asked} answers in its own training rows the model gives {right}: '
+        f'it is still learning them. What helps: more updates than {updates}')
 
 def _overfitting(records:list[dict], best_step:int|None=None)->str: # of the log; empty: all is well
     "A sentence about a validation loss that has risen while the loss of training fell."
