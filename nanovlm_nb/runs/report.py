@@ -30,9 +30,8 @@ from ..model.vlm import VisionLanguageModel
 from ..training.trainer import Trainer,Validate
 from ..training.advice import advice
 from ..training.hooks import find,Meters
-from ..answers.answer import accuracy,accuracy_table,answer_all,Asker,keep_example
-from ..answers.answer import plot_answers,questions_of
-from ..answers.look import compare_answers,held_out_rows,verdict
+from ..answers.answer import accuracy_table,Asker,keep_example,plot_answers
+from ..answers.look import compare_answers,held_out_rows,known_answers,verdict
 
 # %% ../../nbs/64_runs.report.ipynb #c916672a
 _EACH_RUNS = {'run_name','notes','resume','load_from'} # different in every run
@@ -220,17 +219,15 @@ def _remedies(
 _KNOWN = .9 # share of its own rows that a model has to answer before others are to blame
 
 def _still_learning(
-    asker:Asker,
-    rows:list[dict], # some of those that it was trained on
+    right:int, # answers of training rows that the model gives
+    asked:int, # how many it was asked for
     updates:int, # of the run
 )->str: # a sentence; empty: it knows them
     "Says that a model does not answer its own training rows."
-    seen = answer_all(asker, questions_of(rows))
-    right,asked = accuracy(seen)['all']
     if right>=_KNOWN*asked: return ''
     return (
-        f'of {asked} questions about its own training rows the model answers {right} as they are: it is '
-        f'still learning them. What helps: more updates than {updates}'
+        f'of {asked} answers in its own training rows the model gives {right}: '
+        f'it is still learning them. What helps: more updates than {updates}'
     )
 
 def _overfitting(
@@ -260,6 +257,23 @@ def _overfitting(
         'best checkpoint is kept; what helps: more rows, or fewer updates '
         f'(about {best_step})'
     )
+
+# %% ../../nbs/64_runs.report.ipynb #5500a005
+def _warnings(trainer:Trainer, asker:Asker|None, scores:dict[str,dict], # None: nothing was asked
+    records:list[dict])->list[str]: # of the log
+    "What is wrong with the answers, and what may help."
+    t = trainer
+    learning = ''
+    if asker and t.cfg.train_dataset_path==OWN_ROWS:
+        rows = held_out_rows(t.loader, scores['answers']['all'][1], t.base.cfg)
+        learning = _still_learning(*known_answers(asker, rows), t.step)
+    lines = [learning or _overfitting(records, t.best_step)]
+    judged = verdict(scores) if scores else ''
+    if judged:
+        right,asked = scores['answers']['all']
+        helps = '' if learning or right==asked else _remedies(t, scores)
+        lines = [judged, helps, *lines]
+    return [*filter(None, lines)]
 
 # %% ../../nbs/64_runs.report.ipynb #75ce5462
 def _time_split(seconds:dict[str,float])->str: # e.g. 'forward_backward 80 %, data 20 %, 12 s in all'
@@ -353,6 +367,7 @@ def report_run(
         trainer.base.cfg
     )
     drops['val'].merge(trainer.held_out.drops)
+    asker = None
     scores = {}
     if rows:
         asker = _best_asker(trainer, make)
@@ -360,18 +375,7 @@ def report_run(
     _report_drops(drops, log, trainer.step)
     records = read_log(run_dir/LOG)
     plot_curves(records, run_dir/'curves.png')
-    warnings = []
-    judgement = verdict(scores) if scores else ''
-    if judgement:
-        warnings.append(judgement)
-        right,asked = scores['answers']['all']
-        if right!=asked: warnings.append(_remedies(trainer, scores))
-    learning = ''
-    if scores and trainer.cfg.train_dataset_path==OWN_ROWS:
-        known = held_out_rows(trainer.loader, len(rows), trainer.base.cfg)
-        learning = _still_learning(asker, known, trainer.step)
-    risen = learning or _overfitting(records, trainer.best_step)
-    if risen: warnings.append(risen)
+    warnings = _warnings(trainer, asker, scores, records)
     results = _results_of(trainer, scores)+warnings
     write_record(run_dir, trainer.base.cfg, trainer.cfg, results)
     question = next(

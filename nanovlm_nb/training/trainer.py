@@ -434,7 +434,7 @@ def over_validation(trainer:Trainer, look:Callable[[Batch,dict],Any])->list|None
 # %% ../../nbs/49_training.trainer.ipynb #a5e4c002
 HALF = log(2) # loss of a token that has half of the probability
 
-def sure_answers(places:Tensor, losses:Tensor)->tuple[int,int]: # (m,) of targets, ascending; (m,) their losses
+def sure_answers(places:Tensor, losses:Tensor)->tuple[int,int]: # (m,) of targets, ascending; (m,) of each
     "Returns how many answers are sure, and how many there are; targets side by side are one answer."
     begins = torch.ones_like(places, dtype=torch.bool)
     begins[1:] = places.diff()!=1
