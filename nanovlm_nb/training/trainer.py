@@ -24,6 +24,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor,nn
 from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.tensor import DTensor
 
 from ..core.usage import UsageError,require
 from ..core.grids import grids_of
@@ -599,8 +600,11 @@ def _stateful_hooks(trainer:Trainer)->dict[str,Any]: # by the name of their clas
 def _saved_state(name:str, hook:Stateful)->dict[str,Any]: # a copy, for the run continues
     "Returns what a hook remembers; a UsageError if it is neither tensors nor what JSON can hold."
     state = hook.state_dict()
-    tensors = {k:w.detach().to('cpu', copy=True) for k,w in state.items()
-        if isinstance(w, Tensor)}
+    tensors = {}
+    for key,w in state.items():
+        if isinstance(w, DTensor):
+            w = w.full_tensor() # every rank has a piece of it
+        if isinstance(w, Tensor): tensors[key] = w.detach().to('cpu', copy=True)
     plain = {name:value for name,value in state.items() if name not in tensors}
     try: return json.loads(json.dumps(plain))|tensors
     except (TypeError, ValueError) as e:
