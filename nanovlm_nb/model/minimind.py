@@ -179,7 +179,7 @@ def _to_minimind(
     check_fields(cfg, right, 'minimind has', 'this model cannot be written as one')
     if cfg.mp_kind=='linear' and 'MP.proj.weight' in state:
         state = state | {'MP.proj.bias':state['MP.proj.weight'].new_zeros(cfg.lm_hidden_dim)}
-    kind = 'mlp' if cfg.mp_kind=='mlp' else 'linear_bias'
+    kind = 'linear_bias' if cfg.mp_kind=='linear' else cfg.mp_kind
     kept = {**state}
     for name in (EMBED,HEAD):
         if name in kept:
