@@ -21,11 +21,12 @@ from .core.config import BACKBONE_RATES,FIELDS,VLMConfig,change
 from .core.config import preset as preset_of,TrainConfig
 from .core.dist import pick_device
 from .core.usage import check_new_folder,require
-from .data.images import image_processor_of,open_image
+from .data.images import image_processor_of
 from .data.files import load_configs,own_rows
 from .data.loader import get_dataloaders
+from .data.sources import as_source,MapSource,Mixture,Weights
 from .answers.answer import Asker
-from .answers.look import compare_answers
+from .answers.look import compare_answers,decoded_rows,Scores
 from .model.vlm import ModelClass,model_class
 from .runs.run import run
 from .runs.start import is_pth
@@ -201,6 +202,7 @@ class Settings(TypedDict, total=False):
     long_run_name:bool
     eval_in_epochs:bool
     eval_interval:int
+    best_by:Literal['loss','answers']
     max_val_batches:int
     ask_samples:int
     save_interval:int
@@ -230,11 +232,32 @@ class Settings(TypedDict, total=False):
     eval_wait:float
 
 # %% ../nbs/96_api.ipynb #91a10011
+def _columns(given):
+    "What `own_rows` is told of columns."
+    return given.get('columns', ()),given.get('keep_columns', ())
+
+def _rows_of(rows, weights, given):
+    "What `get_dataloaders` takes in place of rows of your own, and how many they are."
+    if hasattr(rows, 'rows_of'): return rows,int(as_source(rows).epoch_rows() or 0)
+    if weights is None:
+        kept = own_rows(rows, *_columns(given))
+        return kept,len(kept)
+    require(isinstance(rows, dict), 'weights are for rows in a dictionary, name -> rows')
+    sources = []
+    total = 0
+    for name,part in rows.items():
+        part,count = _rows_of(part, None, given)
+        total += count
+        source = as_source(part) if hasattr(part, 'rows_of') else MapSource({name:part}, given.get('seed', 0))
+        sources.append(source)
+    return Mixture(sources, weights),total
+
 def _unchecked(kind): return kind # to a type checker it may be anything
 
 def train(rows, # pictures, questions and answers, see `own_rows`
     preset:str='shapes', quiet:bool=False, # sizes of model and run; say nothing (the run's train.log has it)
     *, val_rows:Any=None, # held out, as `rows`; None: a part of them
+    weights:Weights|None=None, # of `rows` that are a dictionary, name -> rows; see `Mixture`
     model:ModelClass=None, # a class of your own, processor included
     transforms:Sequence[Callable]=(), # of training pictures, each `transform(picture, rng)`
     processor:Callable|None=None, # `processor(vlm_cfg, transforms)` makes what cuts pictures
@@ -264,12 +287,12 @@ def train(rows, # pictures, questions and answers, see `own_rows`
         how = {name:given[name] for name in ('columns','images_path') if name in given}
         count = sum(map(len, load_configs(rows, names, **how).values()))
     else:
-        kept = own_rows(rows, given.get('columns', ()))
-        count = len(kept)
-        data['rows'] = kept
+        data['rows'],count = _rows_of(rows, weights, given)
     val_size = None
+    require(val_rows is not None or weights is None,
+        'rows with weights: give val_rows, the rows to validate on')
     if val_rows is not None:
-        data['val_rows'] = own_rows(val_rows, given.get('columns', ()))
+        data['val_rows'] = own_rows(val_rows, *_columns(given))
         val_size = len(data['val_rows'])
     vlm_cfg,train_cfg = _settings(count, preset, given, val_size, kind.config_class)
     loaders = partial(get_dataloaders, **data) if data else None
@@ -289,17 +312,13 @@ def load(checkpoint:str|Path, device:str|torch.device|None=None, # default: the 
     return Asker.from_model(opened.to(pick_device(device)), processor=processor)
 
 # %% ../nbs/96_api.ipynb #91a1001a
-def evaluate(model:Asker|str|Path, rows)->dict[str,dict]: # or what `load` takes; as for `train`
+def evaluate(model:Asker|str|Path, rows)->Scores: # or what `load` takes; as for `train`
     """Returns right answers and questions of some rows, beside what can be had without the right picture:
     'answers', 'another picture', 'blind guess', 'picture helps' -> kind of question, or 'all' ->
-    (right, asked)."""
+    (right, asked); its `accuracy` is the share of right answers."""
     asker = model if isinstance(model, Asker) else load(model)
-    white = asker.model.cfg.pixel_max
-    decoded = []
-    for row in own_rows(rows):
-        images = [open_image(picture, white) for picture in row['images'] or []]
-        decoded.append(row | dict(images=images))
-    return compare_answers(asker, decoded)[0]
+    rows = decoded_rows(rows, asker.model.cfg.pixel_max)
+    return compare_answers(asker, rows)[0]
 
 # %% ../nbs/96_api.ipynb #91a1001e
 def export(model:Asker|str|Path, folder:str|Path, format:str='smolvlm')->Path: # or what `load` takes

@@ -79,21 +79,20 @@ class Heat:
         "Returns tokens in their places."
         if convention=='qwen':
             return cls(None, values.unflatten(0, grid), (1,1)) # a tile is a token
-        (rows,cols) = grid
+        rows,cols = grid
         count = rows*cols
         views = count+1 if count>1 else 1 # that of the whole is one more
         stack = values.unflatten(0, (views,-1))
         side = isqrt(stack.shape[1])
         tiles = stack.unflatten(1, (side,side))
         whole = None
-        if count>1 and convention=='smolvlm':
-            whole = tiles[-1]
-            tiles = tiles[:-1]
-        elif count>1:
+        if convention=='smolvlm':
+            tiles = tiles.roll(1, 0) # the view of the whole comes first
+        if count>1:
             whole = tiles[0]
             tiles = tiles[1:]
         mosaic = tiles.unflatten(0, (rows,cols)).transpose(1,2)
-        return cls(whole, mosaic.reshape(rows*side, cols*side), (rows,cols))
+        return cls(whole, mosaic.reshape(rows*side, cols*side), grid)
 
     def draw(self, width:int, height:int)->Tensor: # (height, width)
         "Returns the sum of all spots."
@@ -160,7 +159,7 @@ def overlay(
     mixed = .4*np.asarray(image.resize((width,height)), dtype=float)+.6*255*colour
     out = Image.fromarray(mixed.round().astype(np.uint8))
     pen = ImageDraw.Draw(out)
-    (rows,cols) = heat.grid
+    rows,cols = heat.grid
     for col in range(1, cols):
         x = col*width/cols
         pen.line([(x,0), (x,height)], fill='white')

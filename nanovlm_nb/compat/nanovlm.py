@@ -36,8 +36,7 @@ from ..data.drops import Dropped,Drops,logger
 from ..data.samples import VQADataset
 from ..data.images import get_image_processor
 from ..data.lanes import Lane,LaneState,PackRules,packs_of
-from ..data.loader import PackLoader
-from ..data.loader import get_dataloaders
+from ..data.loader import PackLoader,get_dataloaders
 from ..data.packing import Batch,collate_packs,pack
 from ..data.prompts import get_image_string
 from ..data.sources import MapSource,StreamSource

@@ -433,6 +433,8 @@ class TrainConfig(Config):
     images_path:Text|None = None
     # * columns of other names, ours first: `image=photo question=q answer=a`
     columns:list[Text] = many()
+    # columns of rows, each a number or numbers, that a loss of your own sees beside its targets
+    keep_columns:list[Text] = many()
     # changes of training pictures, each as module:function, called with a picture and a random.Random
     custom_transforms:list[Function] = many()
     # * show a random part of each training picture, with at least this share of each side, enlarged to the
@@ -476,7 +478,7 @@ class TrainConfig(Config):
     long_run_name:bool = True
     eval_in_epochs:bool = True # validate during training
     eval_interval:Pos = 500 # * updates between validations
-    # * what the best checkpoint has: the lowest loss in validation, or the most answers that it is sure of
+    # what the best checkpoint has: the lowest loss in validation, or the most answers that it is sure of
     # (of equally many, to a hundredth, the lowest loss)
     best_by:Literal['loss','answers'] = 'loss'
     max_val_batches:Pos = 64 # * batches of a validation on each rank
@@ -672,7 +674,7 @@ _CAREFUL = rules(CAREFUL, {
     'max_training_steps max_training_samples max_epochs':
         'the learning rate follows the length of the run: it jumps to where the new schedule stands',
     'loss_average weight_decay betas max_grad_norm max_grad_spike vit_dropout lm_dropout moe_aux_weight '
-    'custom_transforms random_crop':'from here on updates are made differently',
+    'custom_transforms random_crop keep_columns':'from here on updates are made differently',
     'images_path':'the pictures there must be the same ones',
     'dtype':'losses and weights will differ in their last digits',
     'max_val_batches':'validation losses, and which is the best, are measured on other data',

@@ -884,7 +884,7 @@ def load_configs(path:str|Path, names:Sequence[str]=('default',), **how)->dict: 
     return data
 
 # %% ../../nbs/24_data.files.ipynb #29d70011
-def _own_row(row, i, columns):
+def _own_row(row, i, columns, keep):
     "One row in FineVision's schema; a ValueError names it and says what is wrong with it."
     if isinstance(row, (tuple, list)) and len(row) == 3:
         row = dict(zip(('image', 'question', 'answer'), row))
@@ -893,7 +893,7 @@ def _own_row(row, i, columns):
         require(own['texts'], f'it has no turns: {GIVE}')
     except ValueError as e:
         raise UsageError(f'row {i}: {e}') from None
-    return dict(row_id=i)|own
+    return dict(row_id=i)|{name:row[name] for name in keep if name in row}|own
 
 # %% ../../nbs/24_data.files.ipynb #29d70013
 def _plain(x):
@@ -902,7 +902,8 @@ def _plain(x):
     return x.tolist() if isinstance(x, np.ndarray) and x.ndim == 1 else x
 
 def own_rows(rows, # list, generator, DataFrame or data set of dictionaries or (picture, question, answer)
-    columns:Sequence[str]=())->list[dict]|datasets.Dataset: # such as `image=photo`, see `rename`
+    columns:Sequence[str]=(), keep:Sequence[str]=(), # such as `image=photo`, see `rename`; what stays besides
+)->list[dict]|datasets.Dataset:
     "Rows of your own in FineVision's schema; a ValueError names the first that is wrong."
     if isinstance(rows, datasets.Dataset):
         if {'images', 'texts'} <= {*rows.column_names}: return rows
@@ -914,6 +915,6 @@ def own_rows(rows, # list, generator, DataFrame or data set of dictionaries or (
             rows.append({name:_plain(value) for name,value in record.items()})
     require(isinstance(rows, Iterable) and not isinstance(rows, (str, bytes, dict)),
         f'rows are a {type(rows).__name__}: give a list, a generator or a table')
-    own = [_own_row(row, i, columns) for i,row in enumerate(rows)]
+    own = [_own_row(row, i, columns, keep) for i,row in enumerate(rows)]
     require(own, 'there are no rows: give one or more')
     return own

@@ -215,6 +215,7 @@ def pack(samples:list[dict], # `id`, `input_ids` and `labels` (1-D), `images` (s
         doc_lens=doc_lens,
         n_targets=n_targets, n_images=[len(s['images']) for s in samples],
         ids=[s['id'] for s in samples],
+        columns=[s.get('columns', {}) for s in samples],
         images=[*chain(*(s['images'] for s in samples))])
 
 # %% ../../nbs/21_data.packing.ipynb #d3c26ef1
@@ -228,6 +229,7 @@ class Batch(TypedDict):
     n_images:list[list[int]] # its pictures
     images:list[list[Tensor]] # of the row, each (tiles, 3, side, side), or a grid of tiles; uint8
     ids:list[list[str]] # of its samples
+    columns:list[list[dict]] # numbers of their rows, see `keep_columns`
     layout:Layout # all that the device needs besides ids and pictures
 
 # %% ../../nbs/21_data.packing.ipynb #e14b0008

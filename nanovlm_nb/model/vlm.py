@@ -15,13 +15,14 @@ from torch import Tensor, nn
 
 from ..core.config import VLMConfig, evolve, load_function
 from ..core.dist import is_sharded
+from ..core.fields import IGNORE
 from ..core.grids import flat_pictures,grids_of
 from ..core.usage import require
 from ..core.layout import Layout, Tiles, check_targets, slot_error
 from .vision import stack_tiles,to_pixels
 from .language import Reader
 from .native import build_parts
-from .loss import cross_entropy
+from .loss import Targets,cross_entropy,sees_batch
 from .generate import sample, stream_ids
 from .files import Tensors
 from .backbones import backbone_fields,language_weights
@@ -57,7 +58,8 @@ class VLMNet(nn.Module):
         self.cfg = cfg
         self.vision_encoder, self.MP, self.decoder = build_parts(cfg, held)
         self.target_losses = None # loss of each target of the last batch, (n,) without graph, for statistics
-        self.cross_entropy:Any = cross_entropy # or a loss of your own, which takes and returns the same
+        # or a loss of your own: it returns a sum, and the losses of all targets
+        self.cross_entropy:Any = cross_entropy
         self.features:Any = None # a `FeatureCache`
         self.tile_multiple = 1 # see `to_pixels`
         self.n_outputs = cfg.lm_vocab_size # targets are below
@@ -149,12 +151,19 @@ class VLMNet(nn.Module):
         layout = self.layout_of(input_ids, attention_mask, images=images)
         return self.decoder(self.embed(input_ids, images, layout), layout)
 
+    def target_scores(self, input_ids:Tensor, images:Any, layout:Layout, # as `forward` takes them
+    )->Tensor: # (n, vocabulary)
+        "Returns the scores at the places with a target; `layout` has them."
+        states = self.decoder(self.embed(input_ids, images, layout), layout)
+        return self.head(states.flatten(0, 1).index_select(0, layout.at))
+
     def forward(self, input_ids:Tensor, images=None, # (B, T) token ids; see `stack_tiles`
         attention_mask:Tensor|None=None, # (B, T) 0 at padding
         targets:Tensor|None=None, # (B, T) the id that follows each position, -100 where none is to be learnt
         doc_lens:Sequence[Sequence[int]]|None=None, # per row the lengths of its samples; instead of a mask
         reduction:str='mean', return_logits:bool=False, # over the targets, or 'sum'; with targets: scores too
         layout:Layout|None=None, # of this batch, on the model's device; instead of mask, targets and lengths
+        batch:Targets|None=None, # for a loss of your own; None: made here, without names and columns
     )->tuple[Tensor|None, Tensor|None]: # scores (B, T, vocabulary) or None, loss () or None
         "Returns scores at all positions without targets, the loss with them."
         if layout is None:
@@ -166,8 +175,14 @@ class VLMNet(nn.Module):
         if layout.at is None: return logits, None
         rows = h.flatten(0, 1).index_select(0, layout.at)
         head = self.head.weight
-        loss, self.target_losses = self.cross_entropy(
-            rows, head, layout.targets, self.cfg.loss_chunk_size, reduction)
+        if sees_batch(self.cross_entropy):
+            inputs = dict(input_ids=input_ids, images=images, layout=layout)
+            loss, self.target_losses = self.cross_entropy(rows, head, layout.targets,
+                batch=batch or Targets.of(inputs))
+        else:
+            loss, self.target_losses = self.cross_entropy(
+                rows, head, layout.targets, self.cfg.loss_chunk_size, 'sum')
+        if reduction == 'mean': loss = loss/max(len(rows), 1)
         if balance is None: return logits, loss
         unbalanced = self.cfg.moe_aux_weight*(balance*_targets_by_row(layout)).sum()
         if reduction == 'mean':
@@ -201,6 +216,20 @@ class VisionLanguageModel(Pretrained, VLMNet):
     def device(self)->torch.device: # of the language model; the other parts may be of somebody's own making
         "Where the model is."
         return next(self.decoder.parameters()).device
+
+    def forward(self, input_ids:Tensor, *args:Any, # (B, T) token ids; see `VLMNet.forward`
+        labels:Tensor|None=None, # as loaders give them: targets, for a trainer that is not the library's
+        num_items_in_batch:Any=None, # targets of its whole update; None: those of `labels`
+        **more:Any)->Any: # likewise; with `labels` a dictionary with the `loss`
+        "Returns scores and loss."
+        if labels is None: return super().forward(input_ids, *args, **more)
+        told = labels!=IGNORE
+        require(not told.any() or not labels[told].equal(input_ids[told]),
+            'labels are the input_ids at their own places: give the id that follows each position')
+        inputs = {name:more[name] for name in ('images','attention_mask','doc_lens') if name in more}
+        _,loss = super().forward(input_ids, targets=labels, reduction='sum', **inputs)
+        count = told.sum() if num_items_in_batch is None else num_items_in_batch
+        return dict(loss=loss/count)
 
     @torch.no_grad()
     def stream(self, input_ids:Tensor, # (B, T) prompts, padded on the left; with `reader` what is new

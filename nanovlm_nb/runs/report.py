@@ -131,10 +131,8 @@ def training_card(run_dir:str|Path)->str: # Markdown: training, results, limits,
 # what `publish` may raise; the last is that of the client's HTTP library, without connection
 HUB_ERRORS = (OSError, ValueError, HfHubHTTPError.__bases__[0])
 
-def where_to_publish(
-    name:str|None, # `hf_repo_name`
-)->str|None: # owner/name; None: nowhere
-    "Returns where the model of a run is to go; a UsageError says what is wrong with the name."
+def where_to_publish(name:str|None)->str|None: # owner/name, or None: nowhere
+    "Returns where `hf_repo_name` lets the model of a run go; a UsageError says what is wrong with it."
     if name in (None, '', VLMConfig.hf_repo_name): return None
     require('/' in name, f'hf_repo_name {name} has no owner: give owner/{name}')
     try: validate_repo_id(name)
@@ -264,9 +262,7 @@ def _overfitting(
     )
 
 # %% ../../nbs/64_runs.report.ipynb #75ce5462
-def _time_split(
-    seconds:dict[str,float], # by kind
-)->str: # e.g. 'forward_backward 80 %, data 20 %, 12 s in all'
+def _time_split(seconds:dict[str,float])->str: # e.g. 'forward_backward 80 %, data 20 %, 12 s in all'
     "Returns where the time of a run went, the largest part first."
     total = sum(seconds.values())
     kinds = sorted(seconds, key=seconds.__getitem__, reverse=True)
@@ -300,20 +296,22 @@ def _results_of(
     scores:dict[str,dict], # from `_ask_held_out`
 )->list[str]:
     "Returns what came of a run."
-    t = trainer
-    name = 'val_loss' if find(trainer, Validate).by is None else 'judged'
+    name = find(trainer, Validate).name
     best = 'no validation'
-    if t.best_step is not None:
-        best = f'best {name} {t.best_val_loss:.4f} at update {t.best_step}'
-    since = f' since update {step_of(t.checkpoint)}, of the last start' if t.checkpoint else ''
+    if trainer.best_step is not None:
+        best = f'best {name} {trainer.best_val_loss:.4f} at update {trainer.best_step}'
+    since = ''
+    if trainer.checkpoint:
+        since = f' since update {step_of(trainer.checkpoint)}, of the last start'
     lines = [
-        f'{t.step} updates, {t.samples} samples, {t.targets} target tokens',
+        f'{trainer.step} updates, {trainer.samples} samples, '
+        f'{trainer.targets} target tokens',
         best,
-        f'time{since}: {_time_split(find(t, Meters).seconds)}'
+        f'time{since}: {_time_split(find(trainer, Meters).seconds)}'
     ]
-    if t.skipped:
-        lines.append(f'{t.skipped} updates skipped, see bad_updates.jsonl')
-    for hook in t.hooks: lines += getattr(hook, 'findings', ())
+    if trainer.skipped:
+        lines.append(f'{trainer.skipped} updates skipped, see bad_updates.jsonl')
+    for hook in trainer.hooks: lines += getattr(hook, 'findings', ())
     for column,by_kind in scores.items():
         lines.append('{}: {} of {} questions right'.format(column, *by_kind['all']))
     if scores:
@@ -323,24 +321,21 @@ def _results_of(
 # %% ../../nbs/64_runs.report.ipynb #714328d0
 _ADVICE_AFTER_S = 600. # who tries something needs no advice
 
-def _advice_lines(
-    trainer:Trainer, # after `train()`
-)->list[str]: # empty for a short run, or when all is well
-    "Returns what could be changed, from where the time went and from skipped updates."
-    t = trainer
+def _advice_lines(trainer:Trainer)->list[str]: # empty for a short run, or when all is well
+    "Returns what could be changed after `train()`, from where the time went and from skipped updates."
     seconds = find(trainer, Meters).seconds
     total = sum(seconds.values())
     if total<_ADVICE_AFTER_S: return []
     shares = {kind:value/total for kind,value in seconds.items()}
-    cfg = evolve(t.cfg, compile=bool(t.compiled))
+    cfg = evolve(trainer.cfg, compile=bool(trainer.compiled))
     return advice(
         shares,
         cfg,
-        t.base.cfg,
-        unstable=t.skipped>0,
+        trainer.base.cfg,
+        unstable=trainer.skipped>0,
         cpus=os.cpu_count(),
-        ranks=t.dist.world_size,
-        device=t.dist.device.type
+        ranks=trainer.dist.world_size,
+        device=trainer.dist.device.type
     )
 
 # %% ../../nbs/64_runs.report.ipynb #55000008
@@ -350,16 +345,19 @@ def report_run(
     make:Callable|None=None, # of a model of one's own
 )->None:
     "Sums up the run, on rank 0."
-    t = trainer
     log = trainer.log
     run_dir = log.run_dir
-    rows = held_out_rows(t.held_out, min(t.cfg.ask_samples, t.samples), t.base.cfg)
-    drops['val'].merge(t.held_out.drops)
+    rows = held_out_rows(
+        trainer.held_out,
+        min(trainer.cfg.ask_samples, trainer.samples),
+        trainer.base.cfg
+    )
+    drops['val'].merge(trainer.held_out.drops)
     scores = {}
     if rows:
-        asker = _best_asker(t, make)
-        scores = _ask_held_out(asker, rows, log, t.step)
-    _report_drops(drops, log, t.step)
+        asker = _best_asker(trainer, make)
+        scores = _ask_held_out(asker, rows, log, trainer.step)
+    _report_drops(drops, log, trainer.step)
     records = read_log(run_dir/LOG)
     plot_curves(records, run_dir/'curves.png')
     warnings = []
@@ -367,14 +365,15 @@ def report_run(
     if judgement:
         warnings.append(judgement)
         right,asked = scores['answers']['all']
-        if right!=asked: warnings.append(_remedies(t, scores))
+        if right!=asked: warnings.append(_remedies(trainer, scores))
     learning = ''
-    if scores and t.cfg.train_dataset_path==OWN_ROWS:
-        known = held_out_rows(t.loader, len(rows), t.base.cfg)
-        learning = _still_learning(asker, known, t.step)
-    risen = learning or _overfitting(records, t.best_step)
+    if scores and trainer.cfg.train_dataset_path==OWN_ROWS:
+        known = held_out_rows(trainer.loader, len(rows), trainer.base.cfg)
+        learning = _still_learning(asker, known, trainer.step)
+    risen = learning or _overfitting(records, trainer.best_step)
     if risen: warnings.append(risen)
-    write_record(run_dir, t.base.cfg, t.cfg, _results_of(t, scores)+warnings)
+    results = _results_of(trainer, scores)+warnings
+    write_record(run_dir, trainer.base.cfg, trainer.cfg, results)
     question = next(
         (r['texts'][0]['user'] for r in rows if r['images']), 'What is in the picture?'
     )
@@ -388,8 +387,8 @@ def report_run(
             words.pop() # the newest run there is asked
         commands.append(f'or about a held-out picture: {shlex.join(words)}')
     lines = [
-        f'time: {_time_split(find(t, Meters).seconds)}',
-        *_advice_lines(t),
+        f'time: {_time_split(find(trainer, Meters).seconds)}',
+        *_advice_lines(trainer),
         f'best checkpoint: {find_checkpoint(run_dir)}',
         f'page and curves: {run_dir}'
     ]

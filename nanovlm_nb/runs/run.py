@@ -27,6 +27,7 @@ from ..data.images import image_processor_of
 from ..data.samples import VQADataset
 from ..data.loader import get_dataloaders,load_tokenizer,size_line
 from ..data.kept import keep_rows,loaders_of
+from ..model.language import check_decoder,LanguageModel
 from ..model.vision import ViT
 from ..model.backbones import load_vision_backbone,with_tower
 from ..model.pretrained import find_tokenizer,followed,noted_base
@@ -198,6 +199,8 @@ def build_trainer(v:VLMConfig, c:TrainConfig, log:RunLog, dist:Dist, # every ran
     hooks = hooks_of(c, own('hooks') or (), own('judge'))
     t = make_trainer(model, c, rows, val, hooks, dist, log, tokenizer, own('schedule'),
         own('optimizer'))
+    if checkpoint is None and type(t.base.decoder) is not LanguageModel:
+        check_decoder(t.base.decoder, t.base.cfg)
     if dist.rank:
         set_seed((c.seed+dist.rank)%2**32) # from here on each rank draws its own dropout
     return t
@@ -345,7 +348,7 @@ def run(vlm_cfg:VLMConfig, train_cfg:TrainConfig, # the model and the run
     loaders:Callable|None=None, # like `loader.get_dataloaders`, e.g. a `partial` with `rows` of your own
     optimizer:Callable|None=None, # like `optim.make_optimizer(model, train_cfg)`: groups name their `max_lr`
     schedule:Callable|dict|None=None, # `schedule(step, max_lr, max_steps)`, or one for each group by name
-    loss:Callable|None=None, judge:Callable|None=None, # like `cross_entropy`; `judge(trainer)`, lowest wins
+    loss:Callable|None=None, judge:Callable|None=None, # like `cross_entropy`, see `Targets`; a `Judge`
     hooks:Iterable=(), # what is done beside the updates, see `Hook`
     dist:Dist|None=None, stop:threading.Event|None=None, # ranks that are there; what ends the run
     asked:Namespace=Namespace(), command:Callable|None=None)->Path: # the command line; names what resumes

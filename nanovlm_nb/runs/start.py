@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any,NamedTuple
 
 from ..core.usage import MissingFile,require
-from ..core.run_dir import find_checkpoint,read_state,run_of,TRAINER_STATE
-from ..core.run_dir import usable_checkpoint
+from ..core.run_dir import find_checkpoint,read_state,run_of,TRAINER_STATE,usable_checkpoint
 from ..core.config import BESIDE_WEIGHTS,check_configs,evolve,OF_RUN,TrainConfig,VLMConfig
 from ..core.settings import run_path
 from ..model.files import resolve_checkpoint
@@ -242,10 +241,9 @@ def resolve_start(
     if changed:
         lines.append(f"from the files that the run begins with: {', '.join(changed)}")
     if changed and start.kind=='backbones':
-        pixels = sized.vit_img_size
-        patches = sized.patches_per_side
         lines.append(
-            f'a tile has {pixels} x {pixels} pixels, {patches} x {patches} patches '
+            f'a tile has {sized.vit_img_size} x {sized.vit_img_size} pixels, '
+            f'{sized.patches_per_side} x {sized.patches_per_side} patches '
             f'and {sized.mp_image_token_length} image tokens'
         )
     name,largest = _fitting(sized, c.max_sample_length)

@@ -184,8 +184,7 @@ def check_disk(
     with tempfile.TemporaryFile(dir=existing) as f:
         f.write(b'x')
     if free is None: free = shutil.disk_usage(existing).free
-    noun = 'checkpoint'
-    if count>1: noun += 's'
+    noun = 'checkpoints' if count>1 else 'checkpoint'
     text = f'{count} {noun} of {size/1e9:.2f} GB, {free/1e9:.1f} GB are free'
     require(
         count*size<=free,

@@ -16,20 +16,17 @@ from statistics import median
 from typing import Any
 from contextlib import contextmanager,suppress
 
-from ..core.fields import IGNORE
+from ..core.fields import IGNORE,OWN_ROWS
 from ..core.config import TrainConfig,VLMConfig,change,evolve
-from ..core.settings import load_yaml
-from ..core.fields import OWN_ROWS
-from ..core.settings import TRUSTED
+from ..core.settings import TRUSTED,load_yaml
 from ..core.usage import MissingFile,UsageError,aligned,nearest,require,say
 from ..data.drops import REMEDIES,Dropped,Drops
 from ..data.rows import FEATURES
 from ..data.samples import Plan
 from ..data.files import LOAD_ERRORS,config_names,parquet_footer,unread_columns
-from ..data.loader import get_dataloaders,size_line
+from ..data.loader import PackLoader,get_dataloaders,size_line
 from ..data.kept import loaders_of
 from ..data.lanes import naming
-from ..data.loader import PackLoader
 from ..data.packing import collate_packs,pack,unpack
 from ..data.images import UnreadableImage,open_header
 from ..data.prompts import answer_frame,render_chat
@@ -39,8 +36,7 @@ from ..core.run_dir import CONFIG,LOG,checkpoints,missing_pieces,read_log,read_s
 from ..core.logs import RunLog
 from ..training.optim import clip_gradients
 from ..training.update import Update
-from ..training.trainer import Trainer,accumulate,resume,train_step,updates
-from ..training.trainer import Guard
+from ..training.trainer import Guard,Trainer,accumulate,resume,train_step,updates
 from ..training.hooks import find,read_bad_updates
 from ..runs.resume import check_own_parts
 from ..runs.run import build_trainer

@@ -31,8 +31,7 @@ from ..training.precision import blocks_of
 from ..training.lora import add_adapters,lower_base
 from ..core.usage import UsageError,aligned,require,say
 from ..training.advice import Remedy,checkpoints_written,lint,memory_remedies
-from ..model.flops import BYTES,COUNTS,DEVICES,MFU,OPERATIONS,STORED,all_flops
-from ..model.flops import fitting_unit,known_gpu
+from ..model.flops import BYTES,COUNTS,DEVICES,MFU,OPERATIONS,STORED,all_flops,fitting_unit,known_gpu
 from ..model.flops import step_flops,useful_flops,with_unit
 from ..training.shard import bytes_per_parameter,bytes_sent
 from ..runs.start import foresee_start
@@ -448,13 +447,12 @@ def memory(
         width = 4 if train_cfg.dtype=='float32' else 2 # bytes
         copies = width*gathered+4*rest
     weights = 0 if offloaded else stored/sharers
-    moments = trained*kept['moments']
-    if offloaded or train_cfg.offload_optimizer: moments = 0
+    if offloaded or train_cfg.offload_optimizer: kept['moments'] = 0
     return Memory(
         weights,
         copies,
         gradients,
-        moments,
+        trained*kept['moments'],
         *(peak[part] for part in Memory._fields[4:])
     )
 
@@ -830,10 +828,8 @@ def _epochs_text(plan):
     ]
 
 # %% ../../nbs/73_tools.plan.ipynb #49ac6fa4
-def _plan_text(
-    plan:dict, # from `make_plan`
-)->str: # lines for a terminal
-    "Returns a plan as people read it."
+def _plan_text(plan:dict)->str: # lines for a terminal
+    "Returns what `make_plan` has found as people read it."
     kept = plan['disk']['kept']
     size = plan['disk']['checkpoint']
     noun = 'checkpoints' if kept>1 else 'checkpoint'

@@ -11,10 +11,9 @@ from collections.abc import Iterator,Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from ..core.run_dir import file_sizes
-from ..core.run_dir import BEST,CONFIG,LOG,STATUS,TEXT_LOG,abandoned,checkpoints,holder
-from ..core.run_dir import last_checkpoint,left_behind,missing_pieces,prune_older,read_log
-from ..core.run_dir import read_pointer,remove,why_kept,written,last_written,runs_in
+from ..core.run_dir import file_sizes,BEST,CONFIG,LOG,STATUS,TEXT_LOG,abandoned,checkpoints,holder
+from ..core.run_dir import last_checkpoint,left_behind,missing_pieces,prune_older,read_log,read_pointer
+from ..core.run_dir import remove,why_kept,written,last_written,runs_in
 from ..core.plots import plot_curves
 from ..core.logs import describe
 from ..core.usage import MissingFile,aligned,require,say
@@ -87,9 +86,7 @@ def _status_lines(
     return [head, f"{describe(latest, records[-1]['step'])} ({age} ago)"]
 
 # %% ../../nbs/70_tools.runs.ipynb #7a68217b
-def _last_figures(
-    log:Path, # may not be there
-)->tuple[dict,float|None]:
+def _last_figures(log:Path)->tuple[dict,float|None]: # of a log that may not be there
     "Returns the last update in a log, or {}, and the lowest validation loss, or None."
     updates = []
     validations = []

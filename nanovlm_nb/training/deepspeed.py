@@ -85,10 +85,8 @@ def batch_sizes(
 # %% ../../nbs/46_training.deepspeed.ipynb #e5671857
 HALF = dict(bfloat16='bf16.enabled', float16='fp16.enabled')
 
-def precision(
-    flat:dict, # from `flatten`
-)->dict: # field -> its value, and the entry that says so
-    "Returns `dtype`, if the file says something about it."
+def precision(flat:dict)->dict: # field -> its value, and the entry that says so
+    "Returns `dtype`, if the entries from `flatten` say something about it."
     enabled = {kind:_take(flat, key, SWITCH) for kind,key in HALF.items()}
     require(
         not all(enabled.values()),

@@ -21,12 +21,10 @@ from torch import nn
 from ..core.config import TrainConfig,evolve
 from ..core.run_dir import MANIFEST,READ_BY_LOADERS,TMP,remove
 from ..core.usage import require
-from ..model.pretrained import base_digest,beside_adapters,beside_base,checkpoint_weights
-from ..model.pretrained import find_tokenizer
-from ..model.files import HEAD,read_file,resolve_checkpoint
-from ..model.backbones import load_weights
+from ..model.pretrained import base_digest,beside_adapters,beside_base,checkpoint_weights,find_tokenizer
 from ..model.pretrained import LORA_A,LORA_B,noted_base
-from ..model.files import written_at_once
+from ..model.files import HEAD,read_file,resolve_checkpoint,written_at_once
+from ..model.backbones import load_weights
 from ..model.formats import smolvlm_names
 from ..model.vlm import VisionLanguageModel
 from ..model.flops import COMPONENTS
@@ -234,10 +232,8 @@ def _filled(model, state, folder, base):
     return model.eval()
 
 # %% ../../nbs/51_training.lora.ipynb #788e24c0
-def read_adapted(
-    folder:Path, # a checkpoint of adapters
-)->VisionLanguageModel: # unmerged, in eval mode
-    "Returns a model with its adapters on, as it was trained."
+def read_adapted(folder:Path)->VisionLanguageModel: # unmerged, in eval mode
+    "Returns the model of a checkpoint of adapters with these on, as it was trained."
     note = noted_base(folder)
     cfg,state = checkpoint_weights(folder, merge=False)
     model = VisionLanguageModel(cfg, load_backbone=False)
@@ -299,9 +295,7 @@ def _merge_peft(state, theirs, scale, cfg):
         state[name] = torch.cat(parts)
 
 # %% ../../nbs/51_training.lora.ipynb #794c4ef7
-def read_peft(
-    folder:str|Path, # of peft
-)->VisionLanguageModel: # merged, in eval mode
+def read_peft(folder:str|Path)->VisionLanguageModel: # merged, in eval mode
     "Returns a model with peft's adapters added to it; the base is a SmolVLM or Idefics3, or one of ours."
     config = _plain_lora(folder)
     base = resolve_checkpoint(config.base_model_name_or_path)

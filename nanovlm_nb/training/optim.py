@@ -95,14 +95,12 @@ def trainable_line(model:nn.Module, optimizer:torch.optim.Optimizer)->str: # `tr
         (group['name'], millions(group['params'])) for group in optimizer.param_groups
     ]
     each = ', '.join(f'{name} {n:.3f}' for name,n in groups)
-    trained = sum(n for _,n in groups)
-    return f'trainable: {trained:.3f} M of {millions(model.parameters()):.3f} M ({each})'
+    total = millions(model.parameters())
+    return f'trainable: {sum(n for _,n in groups):.3f} M of {total:.3f} M ({each})'
 
 # %% ../../nbs/43_training.optim.ipynb #46ac9e51
-def training_parts(
-    train:dict, # fields of a `TrainConfig`
-)->dict[str,str]: # component -> what of it trains
-    "Returns which parts of the model a run trains; missing fields have their default."
+def training_parts(train:dict)->dict[str,str]: # component -> what of it trains
+    "Returns what a run with these fields of a `TrainConfig` trains; missing fields have their default."
     cfg = TrainConfig(**train)
     if cfg.lora_rank:
         return {name:'adapters' for name in cfg.lora_targets}

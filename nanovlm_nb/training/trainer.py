@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['Figures', 'SIGNAL', 'LONG', 'HALF', 'WINDOW', 'LEAST', 'Counters', 'Trainer', 'Hook', 'NoLog', 'make_trainer',
            'inputs_of', 'accumulate', 'train_step', 'updates', 'train', 'stopping', 'validation_updates',
-           'over_validation', 'sure_answers', 'validation', 'validation_loss', 'Log', 'Validate', 'Guard', 'state_dict',
-           'save', 'Checkpoint', 'resume']
+           'over_validation', 'sure_answers', 'validation', 'validation_loss', 'Log', 'Judge', 'Validate', 'Guard',
+           'state_dict', 'save', 'Checkpoint', 'resume']
 
 # %% ../../nbs/49_training.trainer.ipynb #30f0d96a
 import gc,json,threading
@@ -18,7 +18,7 @@ from itertools import chain,islice
 from math import inf,isfinite,log
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any,Literal
 
 import torch
 from safetensors.torch import load_file
@@ -31,6 +31,7 @@ from ..core.config import TrainConfig
 from ..core.dist import Dist,no_sync,on_all,on_master,set_rng_state,wrap_model
 from ..core.run_dir import BEST,best_kept,is_own,prune,read_state,write_pointer
 from ..core.clock import Clock
+from ..model.loss import Targets,sees_batch
 from ..model.vision import stack_tiles
 from ..model.pretrained import checkpoint_weights
 from ..data.packing import Batch
@@ -58,7 +59,7 @@ class Counters:
     skipped:int = 0 # updates that a hook refused
     bad_in_a_row:int = 0 # how many of them came last
     norms:list[float] = field(default_factory=list) # gradient norms of the last updates that were made
-    best_val_loss:float = inf # validation loss of the best checkpoint
+    best_val_loss:float = inf # validation loss of the best checkpoint, or its figure of a judge
     best_sure:float = 0. # its share of sure answers, where these say which is the best
     best_step:int|None = None # update at which it was reached
     began:int = 0 # update at which the epoch began
@@ -123,6 +124,9 @@ class Hook:
 
     def begin(self, trainer:Trainer)->None: # resumed, if there is a checkpoint
         "Called before the first update of this start."
+
+    def before_update(self, trainer:Trainer)->None: # whose `update` is about to be computed
+        "Called before each update."
 
     def before_step(self, trainer:Trainer, figures:Figures)->str|None: # why not; None: go on
         "Called when the gradients are clipped; has the `grad_norm` and this rank's `batch_loss`."
@@ -204,8 +208,10 @@ def inputs_of(trainer:Trainer, batch:Batch)->dict[str,Any]: # for the model
             batch['images'])
     # a cache of features reads pixels on the CPU
     images = stack_tiles(batch['images'], 'cpu' if base.features else device)
-    return dict(input_ids=ids.to(device, non_blocking=True), images=images,
+    inputs = dict(input_ids=ids.to(device, non_blocking=True), images=images,
         layout=layout.to(device))
+    if not sees_batch(base.cross_entropy): return inputs
+    return inputs|dict(batch=Targets.of(inputs, batch, trainer.cfg.keep_columns))
 
 # %% ../../nbs/49_training.trainer.ipynb #30901847
 def accumulate(trainer:Trainer, update:Update)->Tensor: # (), the mean over ranks is the loss of the update
@@ -282,6 +288,7 @@ def train_step(trainer:Trainer, update:Update)->Figures: # for the log
     length = trainer.cfg.length
     scaler = trainer.scaler
     trainer.update = update
+    for hook in trainer.hooks: hook.before_update(trainer)
     if not trainer.base.training:
         trainer.model.train() # a hook or a judge has asked the model something
     place = length.place(trainer.step, trainer.samples, update.samples, trainer.planned)
@@ -462,7 +469,7 @@ def validation(trainer:Trainer)->Figures|None: # None: there is no target, or th
 def validation_loss(trainer:Trainer)->float|None: # as above
     "Returns the mean loss of the held-out targets of all ranks."
     figures = validation(trainer)
-    return figures and figures['val_loss']
+    return None if figures is None else figures['val_loss']
 
 # %% ../../nbs/49_training.trainer.ipynb #3702b16b
 class Log(Hook):
@@ -475,11 +482,20 @@ class Log(Hook):
         if trainer.update: trainer.log.log(figures, trainer.step)
 
 # %% ../../nbs/49_training.trainer.ipynb #52e126f5
+@dataclass
+class Judge:
+    "A figure that says which checkpoint is the best, called after each validation, on every rank."
+    by:Callable[[Trainer],float] # its figure
+    name:str # in the log and in reports
+    mode:Literal['min','max'] = 'min' # whether the lowest or the highest is the best
+
+    def __call__(self, trainer:Trainer)->float: return self.by(trainer)
+
 class Validate(Hook):
     "Validates every `every` updates and after the last, and lets `best_checkpoint` name the best."
     order = 30
 
-    def __init__(self, every:int, by:Callable|None=None): # updates, 0: only after the last; see `run.run`
+    def __init__(self, every:int, by:Callable|None=None): # updates, 0: only after the last; see `Judge`
         self.every = every
         self.by = by
 
@@ -494,18 +510,26 @@ class Validate(Hook):
             'or set val_size to 0 to train without validation')
         trainer.log.info('no validation: val_size is 0, and the last checkpoint counts as the best')
 
+    @property
+    def name(self)->str: # in the log
+        "Returns the figure that says which checkpoint is the best."
+        return getattr(self.by, 'name', 'judged') if self.by else 'val_loss'
+
     def measure(self, trainer:Trainer)->Figures|None: # None: nothing to measure, or stopped
         "Returns the figures of a validation."
         return validation(trainer)
 
     def note(self, trainer:Trainer, figures:Figures)->bool: # of a validation
         "Adds the best so far, and returns whether this is it; the untrained model does not count."
-        name = 'judged' if self.by else 'val_loss'
+        name = self.name
         if self.by:
             figures[name] = trainer.dist.broadcast(self.by(trainer)) # one judgement for all ranks
+        sign = -1 if getattr(self.by, 'mode', 'min')=='max' else 1
         sure = 0. if self.by else figures.get('val_sure', 0.)
-        now = -round(sure, 2),figures[name]
-        best = -round(trainer.best_sure, 2),trainer.best_val_loss
+        now = -round(sure, 2),sign*figures[name]
+        best = 0.,inf
+        if trainer.best_step:
+            best = -round(trainer.best_sure, 2),sign*trainer.best_val_loss
         is_best = trainer.step>0 and now<best
         if is_best:
             trainer.best_val_loss = figures[name]

@@ -94,7 +94,7 @@ def _about(asker:Asker)->str:
     "Returns what a visitor should know of a model: its size, its data, how often it is right."
     size = sum(p.numel() for p in asker.model.parameters())/1e6
     said = f'This model has {size:.2f} million parameters'
-    run = asker.run_dir
+    run:Any = asker.run_dir
     best = run and read_pointer(run, BEST)
     if not best or best!=asker.model.folder or not (run/ANSWER_TABLE).is_file():
         return f'{said}. How often it is right is not recorded.'
