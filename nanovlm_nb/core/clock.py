@@ -35,7 +35,7 @@ class Clock:
     "Seconds by kind of work, since the clock was made."
     names = 'data','forward_backward','communication','optimizer','validation','checkpoint','other'
 
-    def __init__(self, now:Callable=time.perf_counter): # tells the time in seconds
+    def __init__(self, now:Callable=time.perf_counter): # the time in seconds
         self.now = now
         self.last = now()
         self.doing = ['other']

@@ -203,7 +203,7 @@ class VLMConfig(Config):
         )
 
     def unwritten(self)->set[str]:
-        "Returns the names of fields that nanoVLM does not know and that make no other model."
+        "Returns the names of fields that nanoVLM does not have and that leave the model as it is."
         usual = VLMConfig()
         return {
             n for n in OWN_FIELDS if n in OF_RUN or getattr(self, n)==getattr(usual, n)
@@ -227,7 +227,7 @@ class VLMConfig(Config):
 
 # %% ../../nbs/03_core.config.ipynb #8b05fcb7
 def _sizes_divide(c):
-    "Heads, patches, tiles and groups: conditions, and what to say."
+    "Heads, patches, tiles and groups: conditions, each with the message if it does not hold."
     side = c.patches_per_side
     factors = ', '.join(str(n) for n in range(1, side+1) if side%n==0)
     pairs = [
@@ -555,7 +555,7 @@ class TrainConfig(Config):
 _MOST_PACKS = 2**14 # of a rank in an update: each is a lane with a place in the data
 
 def _sizes_fit(c):
-    "Lengths, data and sharding: conditions, and what to say."
+    "Lengths, data and sharding: conditions, each with the message if it does not hold."
     names = c.train_dataset_name
     weights = c.train_dataset_weights
     images = c.max_images_per_example

@@ -60,7 +60,7 @@ class Dist:
         return self.rank==0
 
     def gather(self, obj:Any)->list: # anything that can be pickled
-        "Returns what all ranks say, on every rank, in their order."
+        "Returns the objects of all ranks, on every rank, in their order."
         out = [obj]*self.world_size
         if self.world_size>1:
             collective(self, 'gather', c10d.all_gather_object, out, obj, self.cpu_group)
@@ -98,15 +98,15 @@ class Dist:
         return [bytes(tensor.numpy()) for tensor in gathered]
 
     def sum(self, x:float)->float:
-        "Returns the sum of what the ranks say, in their order."
+        "Returns the sum over the ranks, added in their order."
         return sum(self.gather(x))
 
     def any(self, flag:bool)->bool:
-        "Returns whether at least one rank says yes."
+        "Returns whether the flag is set on at least one rank."
         return any(self.gather(bool(flag)))
 
     def broadcast(self, obj:Any)->Any:
-        "Returns what rank 0 says."
+        "Returns the object of rank 0, on every rank."
         return self.gather(obj)[0]
 
     def barrier(self)->None:
@@ -125,7 +125,7 @@ def collective(
     *args:Any,
     **kwargs:Any
 )->Any:
-    "Returns what a collective of torch.distributed returns; if it fails, the error says what to do."
+    "Returns what a collective of torch.distributed returns; its error names the rank and the remedy."
     try: return call(*args, **kwargs)
     except RuntimeError as e: raise RuntimeError(
         f'rank {dist.rank} of {dist.world_size}: `{what}` failed, its timeout is {dist.timeout_s:g} s. '
@@ -187,7 +187,7 @@ def launch(
 
 # %% ../../nbs/05_core.dist.ipynb #1bf3ac82
 def _portable(error:Exception)->Exception:
-    "Returns an error that can be sent to another process: itself, or what it says."
+    "Returns an error that can be pickled: itself, or a RuntimeError with its message."
     try:
         pickle.loads(pickle.dumps(error))
         return error
@@ -210,7 +210,7 @@ def on_master(dist:Dist, fn:Callable[[],Any])->Any: # every rank must call
 
 # %% ../../nbs/05_core.dist.ipynb #5a57ecdf
 def _launch_env()->dict[str,int]|None: # `rank`, `world_size`, `local_rank`; None when alone
-    "Returns what torchrun, or else Slurm's srun, says about this process."
+    "Returns the rank of this process from the variables of torchrun, or else of Slurm's srun."
     env = os.environ
     names = dict(rank='RANK', world_size='WORLD_SIZE', local_rank='LOCAL_RANK')
     if not {'RANK', 'WORLD_SIZE'} & set(env):
@@ -303,7 +303,7 @@ def this_rank()->Dist: # alone: `Dist()`
     return Dist(get_rank(), get_world_size())
 
 def dist_gather(obj:Any)->list: # anything that can be pickled
-    "Returns what all ranks say, on every rank."
+    "Returns the objects of all ranks, on every rank."
     return this_rank().gather(obj)
 
 # %% ../../nbs/05_core.dist.ipynb #141cf708
@@ -325,7 +325,7 @@ def is_sharded(model:nn.Module)->bool: # True after FSDP's `fully_shard`
 # %% ../../nbs/05_core.dist.ipynb #e3ecd01e
 def wrap_model(
     model:nn.Module,
-    dist:Dist|None=None, # default: as torch.distributed says
+    dist:Dist|None=None, # default: the world of torch.distributed
 )->nn.Module:
     "Returns a model whose gradients are averaged over ranks; buffers are not sent, they are constants."
     if is_sharded(model) or (dist.world_size if dist else get_world_size())==1:

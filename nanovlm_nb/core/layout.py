@@ -181,10 +181,10 @@ class Layout:
         )
 
     def once(self,
-        key, # what is asked for
+        key, # names what follows
         make:Callable, # makes it the first time
     ):
-        "What follows from a layout and is asked for by every block of a model."
+        "What follows from a layout and every block of a model needs, made once."
         memo = vars(self).setdefault('_made', {})
         if key not in memo: memo[key] = make()
         return memo[key]

@@ -47,7 +47,7 @@ class _JsonLines:
         record = {k:_plain(v) for k,v in metrics.items()}|dict(step=step)
         self.file.write(json.dumps(record, sort_keys=True, allow_nan=False).encode()+b'\n')
         self.file.flush()
-        os.stat(self.folder) # an open file would take lines that nobody finds
+        os.stat(self.folder) # a deleted file that is open would take lines
 
     def cut(self, position:int|None=None)->None: # how many bytes may stay; None: all
         "Removes what follows the last whole line before a position."
@@ -81,7 +81,7 @@ def _progress(
     metrics:dict,
     left:float=nan, # seconds to the end of the run; nan: not known
 )->list[str]:
-    "Returns what a user wants to see of a run, as far as it is known."
+    "Returns loss, speed and time left, those that are known."
     rate = metrics.get('tokens_per_second')
     parts = [f"loss {float(metrics['batch_loss']):.4g}"]
     if rate: parts.append(f'{float(rate):,.0f} tokens/s')
@@ -111,8 +111,8 @@ _SHOWN_ELSEWHERE = 'val_loss','best_val_loss','best_step','answers/','drops/','e
 def _event_line(
     metrics:dict, # figures that are not those of an update
     step:int, # updates done
-)->str: # '': there is nothing to tell
-    "Returns what is told at once: a validation with its loss in words, others by name."
+)->str: # '': there is nothing to show
+    "Returns a line that is shown at once: a validation with its loss in words, other figures by name."
     parts = [_named({k:v for k,v in metrics.items() if not k.startswith(_SHOWN_ELSEWHERE)})]
     if 'val_loss' in metrics:
         parts.insert(0, f"validation loss {float(metrics['val_loss']):.4g}")
@@ -159,7 +159,7 @@ class _AboveBar(logging.Handler):
     def emit(self, record): _show(self.format(record))
 
 # %% ../../nbs/09_core.logs.ipynb #6661c755
-_REPORT_S = 30. # seconds after which a run says how it is, also between reports
+_REPORT_S = 30. # seconds after which a line is shown, also between reports
 
 class _Screen:
     "What a user sees of a run: lines, which a text file gets as well, and a bar below them."
@@ -170,13 +170,13 @@ class _Screen:
         progress:bool=True, # show a bar where somebody watches
         quiet:bool=False, # show nothing at all
         epochs:int|None=None, # report as MiniMind does, with so many of them
-        now:Callable=time.monotonic, # tells the time in seconds
+        now:Callable=time.monotonic, # the time in seconds
     ):
         self.path = path
         self.file = MemoryHandler(0)
         self.logger = logging.getLogger('nanovlm_nb')
         self.handlers:list[logging.Handler] = [self.file]
-        alone = not (quiet or logging.root.handlers) # nobody else shows warnings
+        alone = not (quiet or logging.root.handlers) # nothing else shows warnings
         if alone: self.handlers.append(_AboveBar(logging.WARNING))
         for h in self.handlers: self.logger.addHandler(h)
         self.total = total_steps
@@ -255,7 +255,7 @@ class _Screen:
 EVAL_AXIS = '<lmms-eval-step>' # the figure against which `lmms_eval/*` is drawn
 
 class _Tracker:
-    "Sends figures to a service for as long as that works; `where` says where to."
+    "Sends figures to a service for as long as that works; `where` names the place."
     def __init__(self,
         name:str,
         service:Callable[...,'_Service'], # opens it, see `_TRACKERS`
@@ -306,12 +306,12 @@ def wandb_mode(
     try:
         key = wandb.login(prompt=False, verify=False)
     except TypeError:
-        key = wandb.api.api_key # wandb before 0.31 always asks
+        key = wandb.api.api_key # wandb before 0.31 always prompts
     return 'online' if key else 'offline'
 
 # %% ../../nbs/09_core.logs.ipynb #4eae6fa3
 def wandb_id(run_dir:str|Path)->str: # eight hexadecimal digits
-    "Returns the id under which wandb knows a run; it is made if there is none, or a damaged one."
+    "Returns the id of a run for wandb; it is made if there is none, or a damaged one."
     path = Path(run_dir)/WANDB_ID
     text = path.read_bytes().strip() if path.is_file() else b''
     if re.fullmatch(rb'[0-9a-f]{8}', text):

@@ -86,7 +86,7 @@ def remove(path:Path)->None:
         )
 
 # %% ../../nbs/01_core.run_dir.ipynb #b7c40a02
-# follow no link, wait for nobody at a pipe; Windows has neither
+# follow no link, do not wait at a pipe; Windows has neither flag
 _PLAIN = getattr(os, 'O_NOFOLLOW', 0)|getattr(os, 'O_NONBLOCK', 0)
 
 def check_plain(path:str|Path)->None: # in a run's directory; need not be there
@@ -525,7 +525,7 @@ def prune_older(
 def lock_file(
     file,
     shared:bool=False, # only look whether another process has it
-)->bool|None: # None: nobody can lock it
+)->bool|None: # None: it cannot be locked here
     "Locks an open file until it is closed or the process ends; returns False if another process has."
     try:
         import fcntl # which Windows lacks

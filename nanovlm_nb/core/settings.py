@@ -58,7 +58,7 @@ def read_yaml(
     text:str|bytes,
     name:str|Path, # of a file or of a flag, for the message
 )->Any:
-    "Returns what YAML says, or raises a UsageError."
+    "Returns the values of a YAML text; a UsageError if it is none."
     try:
         return yaml.safe_load(text)
     except RecursionError:
@@ -167,7 +167,7 @@ def load_yaml(
         raise UsageError(f'{path}: {e}') from e
 
 # %% ../../nbs/04_core.settings.ipynb #f1257023
-# fields that say where a start looks, as they are when nothing is given
+# fields on which the place of a run depends, with their defaults
 _START = {
     n:FIELDS[n].default
     for n in (
@@ -275,8 +275,8 @@ def _underscored(word):
 
 def help_flag(
     words:Iterable[str], # of a command line
-)->str: # '' if none asks for the help
-    "Returns the flag that asks for the help, the longest, so `--help_all` before others."
+)->str: # '': there is none
+    "Returns the help flag among the words, the longest: `--help_all` before others."
     return max(
         {*map(_underscored, words)}&{'-h','--help','--help_all'}, key=len, default=''
     )

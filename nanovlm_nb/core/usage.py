@@ -141,7 +141,7 @@ def printable(text:str)->str:
 
 # %% ../../nbs/00_core.usage.ipynb #794a10e2
 def say(text:str='')->None:
-    "Writes a line of a command's output, at once; ends the command when nobody reads it any more."
+    "Writes a line of a command's output, at once; ends the command when its reader has gone."
     try:
         sys.stdout.write(printable(text)+'\n')
         sys.stdout.flush()
@@ -252,7 +252,7 @@ def without_debug(argv:list[str]|None=None)->tuple[list[str],bool]: # default: t
 
 # %% ../../nbs/00_core.usage.ipynb #fb82db6c
 def _of_machine(error:BaseException)->str: # empty: it is another error
-    "Returns what to say of an error that comes of a full disk or of too little memory."
+    "Returns the message for a full disk or too little memory."
     if getattr(error, 'errno', None) in (errno.ENOSPC, errno.EDQUOT):
         return f'{error}: free some'
     out_of_memory = type(error).__name__ in ('MemoryError','OutOfMemoryError')
@@ -279,7 +279,7 @@ def one_line_errors(
 
 # %% ../../nbs/00_core.usage.ipynb #05a10041
 def begin_training()->None:
-    "Lets a run's text log take notes of all modules, and tells whoever watches why nothing happens yet."
+    "Turns on log messages of all modules for a run's text log; on a terminal, shows what is loaded."
     logging.getLogger('nanovlm_nb').setLevel(logging.INFO)
     if sys.stderr.isatty() and os.environ.get('RANK', '0')=='0':
         sys.stderr.write('loading PyTorch\n')

@@ -85,7 +85,7 @@ def _table(
     return file.getvalue()
 
 def _all_rows(source):
-    "The rows of a source, in their order; none if they cannot be asked for by number."
+    "The rows of a source, in their order; none if they cannot be read by number."
     if not isinstance(source, MapSource): return
     for name,part in zip(source.names, source.parts):
         for i in range(len(part)): yield to_row(part[i], i, name)
@@ -125,7 +125,7 @@ def kept_file(run_dir:Path, name:str=KEPT_ROWS)->Path|None: # None: there is non
     return file if file.is_file() else None
 
 def kept_rows(run_dir:Path)->Path: # of a run whose `train_dataset_path` is `OWN_ROWS`
-    "The file of all rows of a run; a MissingFile says what to do without."
+    "The file of all rows of a run; a MissingFile if they are not kept."
     file = kept_file(run_dir)
     if file is None:
         raise MissingFile(f'{run_dir} has no {KEPT_ROWS}: its rows were given in Python and are '

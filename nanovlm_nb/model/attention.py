@@ -25,7 +25,7 @@ from ..core.usage import UsageError
 def document_mask(
     layout:Layout, # where the documents are
     causal:bool=True, # no key after the query
-    device:str|torch.device='cpu', # where the mask lives
+    device:str|torch.device='cpu', # of the mask
 )->Tensor: # (B, 1, T, T) True where query (row) may use key (column)
     "Returns which positions attend to which; made once for a layout."
     def make():
@@ -127,7 +127,7 @@ def docs_attention(
 
 # %% ../../nbs/28_model.attention.ipynb #a7c0d106
 def _sharing()->dict:
-    "Returns what tells `varlen_attn` that heads share keys; before torch 2.13 their number does."
+    "Returns the argument by which heads share keys in `varlen_attn`; before torch 2.13 there is none."
     with suppress(ImportError):
         from torch.nn.attention.varlen import varlen_attn
         if 'enable_gqa' in signature(varlen_attn).parameters:

@@ -190,7 +190,7 @@ FAMILIES = dict(
 def their_names(
     name:str, # a tensor of ours
     family:Family,
-)->list[str]: # none: it comes from nowhere
+)->list[str]: # none: the checkpoint has nothing for it
     "Returns the tensors of a checkpoint that make one of ours."
     for ours,theirs in family.names.items():
         match = re.fullmatch(re.escape(ours).replace(r'\*', r'([^.]+)'), name)
@@ -219,7 +219,7 @@ def check_fields(
 # %% ../../nbs/34_model.backbones.ipynb #d6cf37a0
 def transformers_config(folder:Path)->Any: # of a checkpoint
     "Returns what transformers makes of a `config.json`."
-    # knows every model there is: a second to import, and most runs have no such checkpoint
+    # a second to import, and most runs have no such checkpoint
     from transformers import AutoConfig
     # code of theirs is not asked about, it is refused
     try:
@@ -353,7 +353,7 @@ def with_tower(cfg:VLMConfig)->VLMConfig: # names a vision backbone
 def backbone_fields(
     cfg:VLMConfig, # of a new model
 )->dict[str,dict[str,Any]]: # name of a backbone -> fields
-    "Returns what the backbones say; of fields beside the weights only those that were not given."
+    "Returns the fields that follow from the backbones; of those beside the weights only what was not given."
     by_name = {}
     for part,name in cfg.backbones.items():
         numbers = _tower_fields(cfg) if part=='vit' else language_config(name)
@@ -435,7 +435,7 @@ def our_tensors(
     names_of:Callable, # our name -> theirs, a list
     ignore:Collection[str], # patterns of theirs that are not read
     source:str, # where they come from, for messages
-)->Tensors: # without those that come from nowhere
+)->Tensors: # without those that the checkpoint has nothing for
     "Returns our tensors, made from theirs."
     sources = {k:names_of(k) for k in wanted}
     used = set().union(*sources.values())
@@ -540,7 +540,7 @@ def language_weights(
     lm:LanguageModel, # will get them
     name:str|Path, # directory or hub name
 )->Tensors:
-    "Returns the weights of a language backbone; rows of tokens that it does not know are drawn."
+    "Returns the weights of a language backbone; rows of tokens that it does not have are drawn."
     require(
         not lm.cfg.use_moe,
         f"{name} has one MLP a block and no experts, but use_moe is True: "
@@ -574,5 +574,5 @@ def load_language_backbone(
     lm:LanguageModel, # gets the weights
     name:str|Path, # directory or hub name
 )->None:
-    "Loads the weights of a language backbone; rows of tokens that it does not know are initialised."
+    "Loads the weights of a language backbone; rows of tokens that it does not have are drawn."
     load_weights(lm, language_weights(lm, name), str(name))

@@ -54,9 +54,9 @@ def read_json(folder:Path, *names:str)->dict[str,Any]:
 
 # %% ../../nbs/33_model.files.ipynb #32c7a058
 class Tensors(MutableMapping):
-    "Tensors by name, each made when it is asked for, and not kept."
+    "Tensors by name, each made when it is read, and not kept."
     def __init__(self, makers:dict[str,Any], # name -> what returns the tensor; None: it is not known yet
-        kinds:Mapping[str,Tensor]|None=None): # tensors of the same shape and type; None: the tensors say it
+        kinds:Mapping[str,Tensor]|None=None): # tensors of these shapes and types; None: the tensors
         self.makers = makers
         self.kinds = kinds
 

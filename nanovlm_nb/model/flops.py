@@ -160,7 +160,7 @@ def unit_flops(
     language_checkpointing:bool=False, # the language model is
     cache_features:bool=False, # what a frozen tower made of a tile is read and not computed
     adapters:dict[str,int]|None=None, # numbers in the adapters of each component, which learn alone
-)->dict[str,_Flops]: # part -> arithmetic for one tile, position ..., as `DRIVERS` and `TOWER_PAIRS` say
+)->dict[str,_Flops]: # part -> arithmetic for one tile, position ..., see `DRIVERS` and `TOWER_PAIRS`
     "Returns what one unit of each count costs; computed once for a run."
     beside = adapters or {}
     trains = set() if adapters else set(trains)

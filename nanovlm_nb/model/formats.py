@@ -29,7 +29,7 @@ from .backbones import their_names,their_tensors,transformers_config
 def smolvlm_names(
     name:str, # of a tensor of ours, in a whole model
     cfg:VLMConfig,
-)->list[str]: # several are stacked; none: it is nowhere
+)->list[str]: # several are stacked; none: it has no place there
     "Returns where a tensor of a whole model is in SmolVLM."
     part,rest = name.split('.', 1)
     if part=='MP':
@@ -65,7 +65,7 @@ def _named(cfg, family):
     return {theirs:getattr(cfg, ours) for ours,theirs in family.fields.items()}
 
 def _text_config(cfg, kind):
-    "What their config.json says of the decoder."
+    "The decoder in their config.json."
     base = float(cfg.lm_re_base) # transformers 4 reads rope_theta, transformers 5 rope_parameters
     return _named(cfg, LLAMA) | dict(
         model_type=kind,
@@ -147,7 +147,7 @@ def _extra_tokens(folder, image_id):
 
 # %% ../../nbs/35_model.formats.ipynb #dcd0ca76
 def _picture_rules(folder):
-    "What the image processor's file says; nothing without one."
+    "The settings of the image processor; nothing without its file."
     return (read_json(folder, 'preprocessor_config.json')
             or read_json(folder, 'processor_config.json').get('image_processor', {}))
 
@@ -256,7 +256,7 @@ QWEN2_5_VL = Family(
 def qwen_names(
     name:str, # of a tensor of ours, in a whole model
     cfg:VLMConfig,
-)->list[str]: # none: it is nowhere
+)->list[str]: # none: it has no place there
     "Returns where a tensor of a whole model is in Qwen2.5-VL."
     part,rest = name.split('.', 1)
     if part=='decoder': return their_names(rest, QWEN2)

@@ -195,6 +195,6 @@ def save_pth(
     "Writes MiniMind's file of its pretraining stage, which has no vision tower."
     path = pth_path(Path(folder)/'pretrain_vlm_{dim}{_moe}.pth', cfg)
     path.parent.mkdir(parents=True, exist_ok=True)
-    content = io.BytesIO() # torch does not say what went wrong with a file
+    content = io.BytesIO() # torch's error about a file does not name its cause
     torch.save(_to_minimind(state, cfg), content)
     return write_atomic(path, content.getvalue())

@@ -81,7 +81,7 @@ class WindowBlock(nn.Module):
         x:Tensor, # (1, P, D) patches
         cos:Tensor, # (1, 1, P, head width) cosines of their places
         sin:Tensor, # (1, 1, P, head width) sines of their places
-        layout:Layout, # who sees whom
+        layout:Layout, # where the documents are
     )->Tensor: # (1, P, D) patches
         "Attention inside documents, then the MLP."
         x = x+self.attn(self.norm1(x), cos, sin, layout)

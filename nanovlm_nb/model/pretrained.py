@@ -259,10 +259,10 @@ class Pretrained(nn.Module):
     config_class:type[VLMConfig] = VLMConfig # what config.json holds
     # (cfg, transforms) -> what cuts pictures, see `image_processor_of`; None: as the configuration says
     processor:Callable|None = None
-    lora_note:dict[str,Any]|None = None # what `LORA_NOTE` will say, if the model has adapters
+    lora_note:dict[str,Any]|None = None # what `LORA_NOTE` will hold, if the model has adapters
     folder:Path|None = None # that it was read from
     unread:Tensors|None = None # weights that are still in their files, see `read`
-    _tokenizer:Any = None # once it is asked for
+    _tokenizer:Any = None # once it is loaded
 
     @property
     def tokenizer(self): # with the image tokens as attributes
@@ -289,7 +289,7 @@ class Pretrained(nn.Module):
         cfg:VLMConfig|None=None, # in place of the checkpoint's, e.g. with another `max_img_size`
         read:bool=True, # False: names are compared, and `read` will do the rest
     )->Any: # a model of this class, on the CPU, in eval mode
-        "Loads what `save_pretrained` or nanoVLM wrote; files must be as its manifest, if any, says."
+        "Loads what `save_pretrained` or nanoVLM wrote; files must be those of its manifest, if any."
         folder = resolve_checkpoint(path)
         check_files(folder)
         saved, state = checkpoint_weights(folder, cls.config_class)
@@ -377,7 +377,7 @@ class Pretrained(nn.Module):
 
 # %% ../../nbs/37_model.pretrained.ipynb #26a10006
 def followed(make:Callable[[],Pretrained])->Any: # makes a model
-    "Returns a model whose weights a checkpoint will bring: none is drawn, and nobody has to send them."
+    "Returns a model whose weights a checkpoint will bring: none is drawn, and none is sent between ranks."
     with undrawn(): model = make()
     model.unread = Tensors(dict.fromkeys(model.state_dict()))
     return model
