@@ -67,9 +67,16 @@ def mass(text: str) -> tuple[int, int]:
         tokenize.tok_name[t.type].removeprefix('FSTRING_') for t in found
     ]  # since Python 3.12 an f-string is many tokens; here it is one
     depth = itertools.accumulate([0, *((k == 'START') - (k == 'END') for k in kinds)])
-    return sum(not d for d, _ in zip(depth, found)), sum(
-        isinstance(n, DEFINITION) and not n.name.startswith('_') for n in tree.body
-    )
+    # a comma before a bracket is layout: a signature of one parameter a line has it
+    layout = [
+        t.string == ',' and after.string in (')', ']', '}')
+        for t, after in zip(found, [*found[1:], *found[-1:]])
+    ]
+    tokens = sum(not d and not free for d, free in zip(depth, layout))
+    public = [
+        n for n in tree.body if isinstance(n, DEFINITION) and not n.name.startswith('_')
+    ]
+    return tokens, len(public)
 
 
 def test_the_package_does_not_grow():
