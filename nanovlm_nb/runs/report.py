@@ -287,7 +287,8 @@ def _results_of(
         lines.append(f'{trainer.skipped} updates skipped, see bad_updates.jsonl')
     for hook in trainer.hooks: lines += getattr(hook, 'findings', ())
     for column,by_kind in scores.items():
-        lines.append('{}: {} of {} questions right'.format(column, *by_kind['all']))
+        right,asked = by_kind['all']
+        lines.append(f'{column}: {right} of {asked} questions right')
     if scores:
         lines.append(f'by kind of question\n\n```\n{accuracy_table(scores)}\n```')
     return lines

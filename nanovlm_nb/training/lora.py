@@ -208,8 +208,11 @@ def save_peft(
         for (a,b),part in zip(pairs, rows.chunk(len(pairs))):
             tensors[a] = state[name+LORA_A]
             tensors[b] = part
-    ends = [name.split('.', 2)[2] for name in tensors if 'lora_A' in name]
-    layers = sorted(end.removesuffix('.lora_A.weight') for end in ends)
+    layers = sorted(
+        name.removeprefix('base_model.model.').removesuffix('.lora_A.weight')
+        for name in tensors
+        if 'lora_A' in name
+    )
     config = LoraConfig(
         r=note['rank'],
         lora_alpha=note['alpha'],
