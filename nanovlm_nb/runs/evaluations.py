@@ -189,7 +189,7 @@ def _in_queue(job)->bool:
         )
     except subprocess.TimeoutExpired:
         return True
-    # an error that says nothing about the job may pass
+    # if squeue fails for another reason, the job may still be there
     unknown = queue.returncode!=0 and 'Invalid job id' not in queue.stderr
     return unknown or bool(queue.stdout.strip())
 
@@ -369,8 +369,8 @@ def collect_evals(
     "Moves evaluations on, and logs one result if there is any."
     if evals is None: return False
     for line in _poll_evals(evals, thorough): log.info(line)
-    for evaluated,figures in _new_results(evals, step):
-        log.log(figures|{EVAL_AXIS:evaluated}, step)
+    for evaluated_step,figures in _new_results(evals, step):
+        log.log(figures|{EVAL_AXIS:evaluated_step}, step)
         return True
     return False
 

@@ -130,7 +130,7 @@ def training_card(run_dir:str|Path)->str: # Markdown: training, results, limits,
 HUB_ERRORS = (OSError, ValueError, HfHubHTTPError.__bases__[0])
 
 def where_to_publish(name:str|None)->str|None: # owner/name, or None: nowhere
-    "Returns where `hf_repo_name` lets the model of a run go; a UsageError says what is wrong with it."
+    "Returns where a run publishes its model, from `hf_repo_name`; a UsageError says what is wrong with it."
     if name in (None, '', VLMConfig.hf_repo_name): return None
     require('/' in name, f'hf_repo_name {name} has no owner: give owner/{name}')
     try: validate_repo_id(name)
