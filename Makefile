@@ -5,6 +5,7 @@
 # make docs    build the site in _docs with Quarto, and check its links
 # make demo    train the embedded default, and put the page of its model in _demo, from where `make docs` takes it; needs npm
 # make figures make the saved figures of the notebooks small
+# make fold    close in Jupyter the cells that the site hides or folds
 # PYTHON=python3.13 chooses an interpreter; where none fits, uv fetches one. Without a GPU, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu saves gigabytes.
 
 fits := import sys; sys.exit(not (3,10) <= sys.version_info[:2] <= (3,13))
@@ -22,7 +23,7 @@ export PATH := $(CURDIR)/.venv/bin:$(PATH)
 # what one process has compiled the others load, also where the environment says otherwise
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: train test notebooks gate generated install readme docs demo figures clean
+.PHONY: train test notebooks gate generated install readme docs demo figures fold clean
 .NOTPARALLEL:
 
 train: $(BASE)
@@ -63,6 +64,7 @@ generated:
 	@git rev-parse --is-inside-work-tree >/dev/null 2>&1 || { echo "missing: a git checkout, the gate compares with what is committed"; exit 1; }
 	git --no-pager diff --exit-code nanovlm_nb
 	nbdev_clean
+	python .ci/fold.py
 	nbdev_export
 	git --no-pager diff --exit-code
 	@new=$$(git ls-files --others --exclude-standard nanovlm_nb nbs); test -z "$$new" || { echo "not committed:" $$new; exit 1; }
@@ -85,6 +87,9 @@ demo: install
 
 figures:
 	python .ci/figures.py
+
+fold:
+	python .ci/fold.py
 
 clean:
 	rm -rf .venv _docs _demo _proc *.egg-info

@@ -45,7 +45,7 @@ def smaller(data: bytes, width: int = 0) -> bytes:
     tried = (picture.quantize(n, dither=Image.Dither.NONE, kmeans=3)
         for n in (16, 32, 64, 128, 256))
     best = png(next((p for p in tried if alike(picture, p)), picture))
-    return best if len(best) < len(data) else data
+    return best if len(best) < .95*len(data) else data  # what saves little is no change worth reading
 
 
 def written(nb: dict) -> str:

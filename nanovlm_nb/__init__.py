@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING: # what editors and type checkers see
     from .answers.answer import Asker as Asker
+    from .answers.look import exact_match as exact_match
     from .api import evaluate as evaluate,export as export,load as load,train as train
     from .compat.nanovlm import ConstantLengthDataset as ConstantLengthDataset
     from .compat.nanovlm import VQACollator as VQACollator
@@ -34,11 +35,13 @@ if TYPE_CHECKING: # what editors and type checkers see
     from .model.vlm import VisionLanguageModel as VisionLanguageModel
     from .runs.run import get_vision_model as get_vision_model,run as run
     from .training.schedule import get_lr as get_lr
-    from .training.trainer import Hook as Hook
+    from .training.ema import EMA as EMA
+    from .training.trainer import Hook as Hook,Judge as Judge
     PG_CPU: object
 
 _NAMES = { # module -> what of it is offered
     'answers.answer': 'Asker',
+    'answers.look': 'exact_match',
     'api': 'evaluate export load train',
     'compat.nanovlm': 'ConstantLengthDataset PG_CPU VQACollator',
     'compat.padded': 'VLMDataset',
@@ -57,7 +60,8 @@ _NAMES = { # module -> what of it is offered
     'model.vlm': 'VisionLanguageModel',
     'runs.run': 'get_vision_model run',
     'training.schedule': 'get_lr',
-    'training.trainer': 'Hook'}
+    'training.ema': 'EMA',
+    'training.trainer': 'Hook Judge'}
 _WHERE = {name: module for module, names in _NAMES.items() for name in names.split()}
 __all__ = list(_WHERE)
 

@@ -162,6 +162,7 @@ def _ask(
     top_p:Fraction = .9, # with a temperature: draw from the best tokens that reach this probability together
     stop:list[str] = [], # text that ends an answer; may be given several times
     seed:Count = 0, # seed of the sampling
+    model:str|None = None, # FILE.py:CLASS or MODULE:CLASS, a model of your own
     json:bool = False, # a line of JSON for each question
     page:bool = False, # a page in the browser: pictures, conversations, heat maps
     host:str = '127.0.0.1', # address of the page; 0.0.0.0 lets everybody in
@@ -170,14 +171,14 @@ def _ask(
     require(page or prompt is not None or not image,
         'give --prompt QUESTION, what you ask about the picture')
     with user_path():
-        model = checkpoint or newest_run()
-        if not page and prompt is None: read_example(model)
+        place = checkpoint or newest_run()
+        if not page and prompt is None: read_example(place)
     if page:
         from nanovlm_nb.uses.pages import serve
-        return serve(model, max_new_tokens, host, port)
+        return serve(place, max_new_tokens, host, port, model)
     from nanovlm_nb.answers.answer import ask
-    ask(model, image, prompt, max_new_tokens, temperature, top_k, top_p, stop, seed,
-        json)
+    ask(place, image, prompt, max_new_tokens, temperature, top_k, top_p, stop, seed,
+        json, model)
 
 # %% ../nbs/97_cli.ipynb #25160ab8
 @command()
@@ -190,6 +191,7 @@ def _eval(checkpoint:Checkpoint|None, # with config.json and model.safetensors; 
     out:NewFile|None = None, # result file to write, or to continue if it is of the same checkpoint and limit
     step:Count|None = None, # updates behind the checkpoint; default: as its name says
     device:Device|None = None, # default: the best there is
+    model:str|None = None, # FILE.py:CLASS or MODULE:CLASS, a model of your own
     write_tasks:Text|None = None, # write the tasks shapes, digits and digits_choice there, and end
     config:Text|None = None, # without --tasks: YAML that names the validation data; default: the run's
     rows:Pos|None = None, # likewise: held-out rows to ask about; default: the ask_samples of the run
@@ -218,12 +220,12 @@ def _eval(checkpoint:Checkpoint|None, # with config.json and model.safetensors; 
         from nanovlm_nb.answers.look import look_at_checkpoint
         return look_at_checkpoint(str(checkpoint), config, rows, json, device,
             batch_size,
-            probe)
+            probe, model)
     from nanovlm_nb.answers.tasks import evaluate_checkpoint,write_tasks as write
     if not write_tasks:
         return evaluate_checkpoint(str(checkpoint), tasks, include_path, prompts, limit,
             batch_size, out,
-            step, device)
+            step, device, model)
     with user_path(): say(str(write(write_tasks)))
 
 # %% ../nbs/97_cli.ipynb #19a00012
@@ -302,6 +304,7 @@ def _export(checkpoint:Checkpoint, # or a run, SmolVLM, Idefics3, Qwen2.5-VL, hu
     # all these with adapters
     # added to their base; peft: the adapters of a checkpoint alone
     format:Format = 'smolvlm',
+    model:str|None = None, # FILE.py:CLASS or MODULE:CLASS, a model of your own
     int8:bool = False, # with onnx: each file also with one byte a weight
     web_runtime:str|None = None, # with web: the package onnxruntime-web, a .tgz; default: fetch it
     outtype:Outtype|None = None): # with gguf: f32, f16 (if left out) or q8_0, which has one byte a weight
@@ -314,9 +317,9 @@ def _export(checkpoint:Checkpoint, # or a run, SmolVLM, Idefics3, Qwen2.5-VL, hu
             f'--{flag} with format {format}: it is for --format {kind}, leave it out')
     if format in ('onnx','web'):
         from nanovlm_nb.uses.pages import export_graphs
-        return export_graphs(checkpoint, out, format, int8, web_runtime)
+        return export_graphs(checkpoint, out, format, int8, web_runtime, model)
     from nanovlm_nb.uses.export import export_model
-    export_model(checkpoint, out, format, outtype or 'f16')
+    export_model(checkpoint, out, format, outtype or 'f16', model)
 
 # %% ../nbs/97_cli.ipynb #90c00006
 def _overview()->str:

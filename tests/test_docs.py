@@ -198,14 +198,34 @@ def test_outputs_are_clean(notebook):
         r'\\r',
     ):  # the last: progress bars
         assert not re.search(bad, text), f'saved output matches {bad}'
-    assert notebook.stat().st_size < 160 * 1024
+    assert notebook.stat().st_size < 160 * 1024, (
+        'python .ci/figures.py makes saved figures small'
+    )
 
 
 @by_name
 def test_links_between_notebooks_exist(notebook):
-    for cell in cells(notebook, 'markdown'):
-        for link in re.findall(r'\]\((?!https?:|#|mailto:)([^)\s#]+)', cell['source']):
-            assert (notebook.parent / link).exists(), f'{link} does not exist'
+    "Of the text, and of tables that a cell has written."
+    shown = [
+        ''.join(o['data']['text/markdown'])
+        for c in cells(notebook, 'code')
+        for o in c['outputs']
+        if 'text/markdown' in o.get('data', {})
+    ]
+    text = '\n'.join([*(c['source'] for c in cells(notebook, 'markdown')), *shown])
+    for link in re.findall(r'\]\((?!https?:|#|mailto:)([^)\s#]+)', text):
+        assert (notebook.parent / link).exists(), f'{link} does not exist'
+
+
+def test_no_notebook_ends_with_its_source():
+    "nbdev looks at the cell that follows one with `#| exports`, and stops where there is none."
+    assert not [
+        p.name
+        for p in NOTEBOOKS
+        if '#| exports'
+        in ''.join(json.loads(p.read_text(encoding='utf-8'))['cells'][-1]['source'])
+        and 'def ' not in cells(p, 'code')[-1]['source']
+    ]
 
 
 COURSE = [
@@ -213,7 +233,7 @@ COURSE = [
     for item in yaml.safe_load((ROOT / '_quarto.yml').read_text())['website'][
         'sidebar'
     ]['contents']
-    if isinstance(item, dict) and 'href' in item
+    if isinstance(item, dict) and 'href' in item and item['href'] != 'index.ipynb'
 ]
 
 
@@ -232,7 +252,11 @@ def sidebar_pages() -> list[str]:
                     else [item]
                 )
             else:
-                yield from [item['href']] if 'href' in item else walk(item['contents'])
+                yield from (
+                    [item['href']]
+                    if 'href' in item
+                    else walk(item.get('contents', ()))  # a heading has none
+                )
 
     return [
         p

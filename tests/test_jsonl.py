@@ -2,8 +2,11 @@
 
 import json
 import logging
+import multiprocessing
+import os
 import random
 import re
+import time
 
 import datasets
 import pytest
@@ -251,7 +254,7 @@ def test_the_index_of_a_file_is_made_once_and_again_when_it_is_needed(
         return [row['texts'][0]['user'] for row in text_rows(file)]
 
     assert asked() == asked() == [f'{i}?' for i in range(5)] and len(scans) == 1
-    (index,) = (tmp_path / 'cache' / 'nanovlm').iterdir()
+    (index, _) = sorted((tmp_path / 'cache' / 'nanovlm').iterdir())  # and its lock
     whole = index.read_bytes()
     for damaged in (
         b'',
@@ -269,6 +272,41 @@ def test_the_index_of_a_file_is_made_once_and_again_when_it_is_needed(
         datasets.config, 'HF_DATASETS_CACHE', file
     )  # no folder: nothing can be written
     assert asked() == ['new?'] and len(scans) == 7
+
+
+def make_index(file, cache, scans, barrier):
+    "One of several processes that begin at once: the lines of a file, and a mark for each search."
+    datasets.config.HF_DATASETS_CACHE = cache
+    find = load._line_places
+
+    def slow(file):
+        (scans / str(os.getpid())).touch()
+        time.sleep(0.5)  # the others arrive meanwhile
+        return find(file)
+
+    load._line_places = slow
+    barrier.wait()
+    rows = text_rows(file)
+    assert [row['row_id'] for row in rows] == ['1', '2', '3']
+
+
+def test_of_four_processes_one_makes_the_index(tmp_path):
+    "They begin at once; one searches, the others wait and map its table."
+    file = write(
+        tmp_path / 'x.jsonl', [dict(question=f'{i}?', answer='a') for i in range(3)]
+    )
+    scans = tmp_path / 'scans'
+    scans.mkdir()
+    context = multiprocessing.get_context('fork')
+    barrier = context.Barrier(4)
+    given = file, tmp_path / 'cache', scans, barrier
+    ranks = [context.Process(target=make_index, args=given) for _ in range(4)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    assert [rank.exitcode for rank in ranks] == [0] * 4
+    assert len([*scans.iterdir()]) == 1
 
 
 def test_marks_at_random():

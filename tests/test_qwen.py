@@ -32,8 +32,8 @@ from nanovlm_nb.data.loader import get_dataloaders
 from nanovlm_nb.model.native import NativeTower
 from nanovlm_nb.model.vision import to_pixels
 from nanovlm_nb.model.vlm import VisionLanguageModel
-from nanovlm_nb.model.files import _read_tensors
-from nanovlm_nb.model.backbones import _their_tensors
+from nanovlm_nb.model.files import read_tensors
+from nanovlm_nb.model.backbones import their_tensors
 from nanovlm_nb.model.formats import qwen_names
 from nanovlm_nb.model.pretrained import base_digest, checkpoint_config, is_adapter
 from nanovlm_nb.runs.run import run
@@ -366,7 +366,7 @@ def test_gradients_of_every_tensor(pairs, rows):
     loss.backward()
     model.eval()
     assert loss.item() == pytest.approx(total, rel=1e-5)
-    ours = _their_tensors(
+    ours = their_tensors(
         {k: p.grad for k, p in model.named_parameters()},
         lambda name: qwen_names(name, model.cfg),
     )
@@ -433,8 +433,8 @@ def test_a_heat_map_has_a_square_for_each_token(pairs, rows):
 def test_export_is_bit_for_bit(pairs, folders, rows, tmp_path, kind):
     asker, theirs = pairs[kind]
     export_qwen(asker.model, tmp_path / 'out')
-    before = _read_tensors(folders[kind])
-    after = _read_tensors(tmp_path / 'out')
+    before = read_tensors(folders[kind])
+    after = read_tensors(tmp_path / 'out')
     assert before.keys() == after.keys() and all(
         torch.equal(before[k], after[k]) for k in before
     )
@@ -766,8 +766,8 @@ def test_runs_are_the_same_however_they_are_made(folders, tmp_path):
         ),
         place / 'out',
     )
-    theirs = _read_tensors(place / 'out')
-    named = _their_tensors(
+    theirs = read_tensors(place / 'out')
+    named = their_tensors(
         {k: w for k, w in weights.items() if 'inv_freq' not in k},
         lambda name: qwen_names(name, checkpoint_config(folder)),
     )
@@ -941,8 +941,8 @@ def test_adapters_learn(folders, tmp_path):
     made = Path(find_checkpoint(tmp_path / 'runs' / 'lora'))
     assert json.loads((made / 'lora.json').read_text())['rank'] == 4
     export_qwen(VisionLanguageModel.from_pretrained(made), tmp_path / 'out')
-    before = _read_tensors(folders['plain'])
-    after = _read_tensors(tmp_path / 'out')
+    before = read_tensors(folders['plain'])
+    after = read_tensors(tmp_path / 'out')
     changed = {k for k in before if not torch.equal(before[k], after[k])}
     assert (
         before.keys() == after.keys()

@@ -21,6 +21,7 @@ from nanovlm_nb.core.usage import UsageError
 from nanovlm_nb.model.files import Tensors
 from nanovlm_nb.model.backbones import is_computed
 from nanovlm_nb.tools.plan import memory, sizes
+from nanovlm_nb.training.trainer import _saved_state
 from nanovlm_nb.training.shard import pieces_of, read_rest, shard_model, use_whole
 
 HERE = Path(__file__).resolve().parent
@@ -352,6 +353,37 @@ def test_one_tensor_is_whole_at_a_time():
 
     (most, reads, written, right), (_, none, _, _) = launch(seen, 2)
     assert right and most <= 2 and written <= 2 and reads > 40 and none == 0
+
+
+def test_a_hook_that_keeps_sharded_weights_is_saved_whole():
+    "What it remembers has the shapes and values of the whole model; a position and a text stay as they are."
+
+    class Copies:
+        def __init__(self, model):
+            self.kept = {
+                name: p.detach().clone() for name, p in model.named_parameters()
+            }
+
+        def state_dict(self):
+            return self.kept | dict(step=3, note='kept')
+
+        def load_state_dict(self, state):
+            self.kept = state
+
+    def saved(dist):
+        model = sharded.new_model({})
+        whole = {name: p.detach().clone() for name, p in model.named_parameters()}
+        model = read_rest(shard_model(model, dist, 'zero3'), dist)
+        copies = Copies(model)
+        assert any(isinstance(w, DTensor) for w in copies.kept.values())
+        state = _saved_state('Copies', copies)
+        plain = state.pop('step'), state.pop('note')
+        return plain, state.keys() == whole.keys() and all(
+            type(w) is torch.Tensor and torch.equal(w, whole[name])
+            for name, w in state.items()
+        )
+
+    assert launch(saved, 2) == [((3, 'kept'), True)] * 2
 
 
 def test_one_exchange_of_gradients_per_update():

@@ -30,7 +30,7 @@ from ..core.run_dir import find_checkpoint,write_atomic
 from ..core.config import PROMPTS,TrainConfig
 from ..core.dist import Dist,rng_state,set_rng_state
 from ..data.shapes import shapes_dataset
-from ..model.vlm import VisionLanguageModel
+from ..model.vlm import ModelClass,VisionLanguageModel
 from .answer import answer_all,answer_losses,Asker,questions_of
 
 # %% ../../nbs/58_answers.tasks.ipynb #4c2139e9
@@ -530,7 +530,8 @@ def _results_table(values:dict)->str: # what a result file holds; a line for eac
 def evaluate_checkpoint(checkpoint:str|Path, tasks:str, # or a run, or a hub id; separated by commas
     include_path:str|None=None, prompts:str=PROMPTS[0], limit:float|None=None, batch_size:int=64, # see `_How`
     out:str|None=None, step:int|None=None, # result file; updates behind it, None: as its name says
-    device:str|None=None)->int: # None: the best there is; 0, or 1 if a task failed
+    device:str|None=None, model:ModelClass=None, # None: the best there is; of your own
+)->int: # 0, or 1 if a task failed
     "Evaluates a checkpoint, prints its figures and writes them into a file."
     checkpoint = find_checkpoint(checkpoint)
     path = Path(out) if out else None
@@ -543,10 +544,10 @@ def evaluate_checkpoint(checkpoint:str|Path, tasks:str, # or a run, or a hub id;
     own = [] # their questions are made here
     if not include_path:
         own = [task for task in names if task in _OWN_TASKS]
-    model = Asker.from_checkpoint(checkpoint, device).model
+    opened = Asker.from_checkpoint(checkpoint, device, model=model).model
     with tempfile.TemporaryDirectory() as folder:
         if own: include_path = str(write_tasks(folder, names=own))
-        results,failed = _evaluate_into(model, tasks, before, path,
+        results,failed = _evaluate_into(opened, tasks, before, path,
             include_path=include_path,
             prompts=prompts, limit=limit, batch_size=batch_size)
     say(_results_table(results))

@@ -15,24 +15,27 @@ from .dist import Dist
 # %% ../../nbs/07_core.clock.ipynb #13bcbeec
 STATS = 'tokens_per_second','data_load_time','fw_bw_time','post_process_time','images_per_sample'
 
-def over_ranks(values:dict[str,list[float]], dist:Dist)->dict[str,float]: # by name; every rank must call
+def over_ranks(
+    values:dict[str,list[float]], # figures by name
+    dist:Dist,
+)->dict[str,float]: # every rank must call
     "Returns average, maximum and minimum over all ranks, `training_stats/avg_...`, and empties the lists."
     gathered = dist.gather(values)
-    found = {}
-    for name,own in values.items():
-        every = []
-        for of_rank in gathered: every += of_rank[name]
-        kinds = dict(avg=sum(every)/len(every), max=max(every), min=min(every)) if every else {}
-        found |= {f'training_stats/{kind}_{name}':x for kind,x in kinds.items()}
-        own.clear()
-    return found
+    stats = {}
+    for name,figures in values.items():
+        numbers = []
+        for of_rank in gathered: numbers += of_rank[name]
+        kinds = dict(avg=sum(numbers)/len(numbers), max=max(numbers), min=min(numbers)) if numbers else {}
+        stats |= {f'training_stats/{kind}_{name}':x for kind,x in kinds.items()}
+        figures.clear()
+    return stats
 
 # %% ../../nbs/07_core.clock.ipynb #a2ebe5e1
 class Clock:
     "Seconds by kind of work, since the clock was made."
     names = 'data','forward_backward','communication','optimizer','validation','checkpoint','other'
 
-    def __init__(self, now:Callable=time.perf_counter): # tells the time in seconds
+    def __init__(self, now:Callable=time.perf_counter): # the time in seconds
         self.now = now
         self.last = now()
         self.doing = ['other']
@@ -54,7 +57,11 @@ class Clock:
             self.charge()
             self.doing.pop()
 
-    def move(self, source:str, target:str, seconds:float)->None: # at most what the source has
+    def move(self,
+        source:str,
+        target:str,
+        seconds:float, # of these at most what the source has
+    )->None:
         "Corrects the account: books time from one kind of work to another."
         part = min(max(seconds, 0.), self.seconds[source])
         self.seconds[source] -= part

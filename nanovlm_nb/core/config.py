@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any,Literal
 
 from .usage import check_known,require,UsageError
-from .fields import _FOLLOWS,Above1F,Backbone,Below1,Betas,C,Config,Count,CountF
-from .fields import Derived,Deviations,Fraction,Function,Keep,Layers,many,Means,Names
+from .fields import Above1F,Backbone,Below1,Betas,C,Config,Count,CountF
+from .fields import Derived,Deviations,FOLLOWS,Fraction,Function,Keep,Layers,many,Means,Names
 from .fields import OneName,Place,Pos,PosF,Rank,Schedule,Seconds,Seed,Share,Text
 from .fields import Tokens,Vocabulary,Waiting
 
@@ -32,7 +32,9 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 
-def image_tokens(convention:str='nanovlm')->dict[str,str]: # of `image_convention`; those of transformers
+def image_tokens(
+    convention:str='nanovlm', # as `image_convention`
+)->dict[str,str]: # named as in transformers
     "Returns name -> token: an image token, the whole picture, tiles of a grid, what stands around them."
     if convention=='qwen':
         return {
@@ -57,7 +59,7 @@ class VLMConfig(Config):
     # --- vision tower
     # width of a patch feature
     vit_hidden_dim:Pos = 768
-    vit_inter_dim:Derived = _FOLLOWS # width inside the MLP; default 4 vit_hidden_dim
+    vit_inter_dim:Derived = FOLLOWS # width inside the MLP; default 4 vit_hidden_dim
     vit_patch_size:Pos = 16 # side of a patch in pixels
     vit_img_size:Pos = 512 # side of a tile in pixels
     vit_n_heads:Pos = 12 # attention heads
@@ -81,8 +83,8 @@ class VLMConfig(Config):
     lm_re_base:Pos = 100000 # base of the rotary embedding (rope theta)
     lm_max_position_embeddings:Pos = 8192 # positions that the backbone was made for
     lm_base_vocab_size:Vocabulary = 49152 # tokens of the text tokenizer
-    extra_token_amount:Derived = _FOLLOWS # tokens added for pictures; default as many as vlm_extra_tokens has
-    lm_vocab_size:Derived = _FOLLOWS # rows of the embedding; default lm_base_vocab_size + extra_token_amount
+    extra_token_amount:Derived = FOLLOWS # tokens added for pictures; default as many as vlm_extra_tokens has
+    lm_vocab_size:Derived = FOLLOWS # rows of the embedding; default lm_base_vocab_size + extra_token_amount
     lm_n_heads:Pos = 15 # query heads
     lm_n_kv_heads:Pos = 5 # key and value heads, each shared by a group of query heads
     lm_head_dim:Pos|None = None # width of a head; None: lm_hidden_dim/lm_n_heads
@@ -107,7 +109,7 @@ class VLMConfig(Config):
     # --- joining both
     # this many patches a side become one image token
     mp_pixel_shuffle_factor:Pos = 4
-    mp_image_token_length:Derived = _FOLLOWS # image tokens of a tile; default (tile/patch/factor)^2
+    mp_image_token_length:Derived = FOLLOWS # image tokens of a tile; default (tile/patch/factor)^2
     # the projector: linear is nanoVLM's; linear_bias and mlp (a layer norm, two layers) are MiniMind-V's
     mp_kind:Literal['linear','linear_bias','mlp'] = 'linear'
     max_img_size:Pos = 2048 # * longest side of a picture in pixels, in whole tiles
@@ -172,7 +174,7 @@ class VLMConfig(Config):
         if self.native:
             return max(self.max_pixels//self.vit_img_size**2, 1)
         side = self.max_img_size//self.vit_img_size
-        return side*side+(side>1)
+        return side*side+(side>1) # a grid comes with the view of the whole
 
     @property
     def backbones(self)->dict[str,str]: # 'vit' and 'lm', or one of them, or none
@@ -201,7 +203,7 @@ class VLMConfig(Config):
         )
 
     def unwritten(self)->set[str]:
-        "Returns the names of fields that nanoVLM does not know and that make no other model."
+        "Returns the names of fields that nanoVLM does not have and that leave the model as it is."
         usual = VLMConfig()
         return {
             n for n in OWN_FIELDS if n in OF_RUN or getattr(self, n)==getattr(usual, n)
@@ -212,7 +214,8 @@ class VLMConfig(Config):
         if self.vlm_extra_tokens in map(image_tokens, ('nanovlm','smolvlm','qwen')):
             vars(self)['vlm_extra_tokens'] = image_tokens(self.image_convention)
         for name,value in self.derived().items():
-            if getattr(self, name) is None: vars(self)[name] = value
+            if getattr(self, name) is None:
+                vars(self)[name] = value # not by `setattr`: it does not count as given
         for name in ('pixel_mean','pixel_std'): # three equal numbers are one
             numbers = getattr(self, name)
             if numbers==3*numbers[:1]: vars(self)[name] = numbers[:1]
@@ -224,7 +227,7 @@ class VLMConfig(Config):
 
 # %% ../../nbs/03_core.config.ipynb #8b05fcb7
 def _sizes_divide(c):
-    "Heads, patches, tiles and groups: conditions, and what to say."
+    "Heads, patches, tiles and groups: conditions, each with the message if it does not hold."
     side = c.patches_per_side
     factors = ', '.join(str(n) for n in range(1, side+1) if side%n==0)
     pairs = [
@@ -234,9 +237,9 @@ def _sizes_divide(c):
     ]
     if not c.lm_head_dim:
         pairs.append(('lm_hidden_dim','lm_n_heads'))
-    numbers = [(n, getattr(c, n), by, getattr(c, by)) for n,by in pairs]
+    multiples = [(n, getattr(c, n), by, getattr(c, by)) for n,by in pairs]
     return [*((x%y==0, f'{n} {x} is no multiple of {by} {y}: change one of them')
-        for n,x,by,y in numbers),
+        for n,x,by,y in multiples),
         # SigLIP leaves 6 of 384 pixels over with patches of 14
         (32*(c.vit_img_size%c.vit_patch_size)<=c.vit_img_size,
             f'vit_img_size {c.vit_img_size} is no '
@@ -255,25 +258,28 @@ def _sizes_divide(c):
 # %% ../../nbs/03_core.config.ipynb #8b05fcba
 def _tokens_suffice(c):
     "The same for tokens, and for values that follow from others."
-    n = c.max_img_size//c.vit_img_size
+    per_side = c.max_img_size//c.vit_img_size # tiles
     around = dict(
         nanovlm=[],
         smolvlm=['fake_image_token','global_image_token'],
         qwen=['vision_start_token','vision_end_token']
     )
-    grid = (f'r{k//n+1}c{k%n+1}' for k in range(n*n if n>1 else 0))
+    tiles = per_side**2 if per_side>1 else 0 # a picture of one tile has no grid
+    grid = (f'r{k//per_side+1}c{k%per_side+1}' for k in range(tiles))
     needed = chain(['image_token'], around[c.image_convention], grid)
-    missing = [*islice((t for t in needed if t not in c.vlm_extra_tokens), 3)] # of a huge n, not all n x n
+    missing = [*islice((t for t in needed if t not in c.vlm_extra_tokens), 3)] # not all of a huge grid
     follow = [
-        (n, getattr(c, n), v) for n,v in c.derived().items() if n!='vit_inter_dim'
+        (name, getattr(c, name), value)
+        for name,value in c.derived().items()
+        if name!='vit_inter_dim'
     ]
     return [
         (not missing,
-            f"vlm_extra_tokens has no {', '.join(missing)}, needed for {n} x {n} tiles with "
+            f"vlm_extra_tokens has no {', '.join(missing)}, needed for {per_side} x {per_side} tiles with "
             f'image_convention {c.image_convention}: add it, or leave vlm_extra_tokens out'),
-        *((now==v or n=='lm_vocab_size' and now>v,
-            f'{n} is {now}, but the other fields make {v}: '
-            'leave it out or change them') for n,now,v in follow),
+        *((now==value or name=='lm_vocab_size' and now>value,
+            f'{name} is {now}, but the other fields make {value}: '
+            'leave it out or change them') for name,now,value in follow),
         (c.lm_max_length>c.mp_image_token_length,
             f'lm_max_length {c.lm_max_length} leaves no room beside '
             f'the {c.mp_image_token_length} tokens of a picture: raise it')]
@@ -305,6 +311,7 @@ def _shape_stays(c):
 def evolve(cfg:C, **changes)->C:
     "Returns a changed, checked copy in which derived fields follow; what is changed counts as given."
     new = deepcopy(cfg)
+    # what followed from other fields is left out, so that `check` computes it again
     vars(new).update((n, None) for n,v in cfg.derived().items() if getattr(cfg, n)==v)
     for name,value in changes.items():
         setattr(new, name, value)
@@ -322,15 +329,22 @@ class Length:
     def __str__(self):
         return f'{self.steps} updates' if self.samples is None else f'{self.samples} samples'
 
-    def is_reached(self, step:int, samples:int, epoch:int=0)->bool: # made, seen and completed so far
+    def is_reached(self,
+        step:int, # updates made
+        samples:int, # samples seen
+        epoch:int=0, # epochs completed
+    )->bool:
         "Returns whether nothing is left."
         if self.epochs and epoch>=self.epochs: return True
         return step>=self.steps if self.samples is None else samples>=self.samples
 
-    def updates(self, size:float|None=None, step:int=0, samples:int=0,
-        planned:int|None=None)->int|None:
-        """Returns the updates of the whole run, `step` of them and `samples` so far included; None: unknown.
-        `size` is the samples of an update from now on, `planned` the updates that `epochs` come to."""
+    def updates(self,
+        size:float|None=None, # samples of an update from now on; None: unknown
+        step:int=0, # updates so far
+        samples:int=0, # samples so far
+        planned:int|None=None, # updates that `epochs` come to; None: unknown
+    )->int|None: # None: unknown
+        "Returns the updates of the whole run, those so far included."
         limits = [planned] if planned else []
         if self.samples is None:
             limits.append(self.steps)
@@ -338,9 +352,13 @@ class Length:
             limits.append(step+max(math.ceil((self.samples-samples)/size), 0))
         return min(limits, default=None)
 
-    def place(self, step:int, samples:int, size:float,
-        planned:int|None=None)->tuple[float,Any]:
-        """Returns `step` and `max_steps` for the schedule of an update of `size` samples.
+    def place(self,
+        step:int, # updates so far
+        samples:int, # samples so far
+        size:float, # samples of the update
+        planned:int|None=None, # updates that `epochs` come to; None: unknown
+    )->tuple[float,Any]: # `step` and `max_steps` of the schedule
+        """Returns where an update is in the schedule.
         A run that counts samples is measured in updates of that size."""
         if self.samples is None:
             return step,self.updates(planned=planned)
@@ -415,6 +433,8 @@ class TrainConfig(Config):
     images_path:Text|None = None
     # * columns of other names, ours first: `image=photo question=q answer=a`
     columns:list[Text] = many()
+    # columns of rows, each a number or numbers, that a loss of your own sees beside its targets
+    keep_columns:list[Text] = many()
     # changes of training pictures, each as module:function, called with a picture and a random.Random
     custom_transforms:list[Function] = many()
     # * show a random part of each training picture, with at least this share of each side, enlarged to the
@@ -458,6 +478,9 @@ class TrainConfig(Config):
     long_run_name:bool = True
     eval_in_epochs:bool = True # validate during training
     eval_interval:Pos = 500 # * updates between validations
+    # what the best checkpoint has: the lowest loss in validation, or the most answers that it is sure of
+    # (of equally many, to a hundredth, the lowest loss)
+    best_by:Literal['loss','answers'] = 'loss'
     max_val_batches:Pos = 64 # * batches of a validation on each rank
     # * held-out samples whose questions the best model answers at the end, at most as many as it was trained
     # on; 0: none
@@ -514,10 +537,10 @@ class TrainConfig(Config):
     @property
     def trackers(self)->list[str]:
         "Where figures go beside log.jsonl."
-        asked = self.tracker
-        if asked=='auto':
-            asked = 'wandb' if self.log_wandb else 'none'
-        return [name.strip() for name in asked.split(',') if name.strip()!='none']
+        names = self.tracker
+        if names=='auto':
+            names = 'wandb' if self.log_wandb else 'none'
+        return [name.strip() for name in names.split(',') if name.strip()!='none']
 
     def check(self)->None:
         "Raises a UsageError where settings contradict each other."
@@ -532,7 +555,7 @@ class TrainConfig(Config):
 _MOST_PACKS = 2**14 # of a rank in an update: each is a lane with a place in the data
 
 def _sizes_fit(c):
-    "Lengths, data and sharding: conditions, and what to say."
+    "Lengths, data and sharding: conditions, each with the message if it does not hold."
     names = c.train_dataset_name
     weights = c.train_dataset_weights
     images = c.max_images_per_example
@@ -580,12 +603,12 @@ def _parts_fit(c):
 def check_configs(vlm_cfg:VLMConfig, train_cfg:TrainConfig)->None:
     "Raises a UsageError where the model and the run contradict each other."
     length = train_cfg.max_sample_length
-    most = vlm_cfg.lm_max_length
+    limit = vlm_cfg.lm_max_length
     picture = vlm_cfg.mp_image_token_length+1
     lanes = train_cfg.batch_size*train_cfg.gradient_accumulation_steps
     require(
-        length<=most,
-        f'max_sample_length {length} > lm_max_length {most}: lower it, or raise that'
+        length<=limit,
+        f'max_sample_length {length} > lm_max_length {limit}: lower it, or raise that'
     )
     require(
         picture<length,
@@ -608,26 +631,30 @@ FIELDS = {f.name:f for f in (*fields(VLMConfig), *fields(TrainConfig))} # of bot
 def described(owner:Callable)->dict[str,tuple[str,str,bool]]: # section, help, and whether it is common
     "Returns the comments behind the fields of a dataclass or the parameters of a function, or above them."
     from fastcore.docments import docments # here, since only a help needs it
-    found = {}
+    texts = {}
     section = ''
     for name,comment in docments(owner, returns=False).items():
         lines = (comment or '').split('\n')
         if lines[0].startswith('--- '): section = lines.pop(0)[4:]
         text = ' '.join(map(str.strip, lines))
-        found[name] = section,text.removeprefix('* '),text.startswith('* ')
-    return found
+        texts[name] = section,text.removeprefix('* '),text.startswith('* ')
+    return texts
 
 # %% ../../nbs/03_core.config.ipynb #f1e1d005
+# what a change means for a run that is resumed
 FINE = 'fine'
 CAREFUL = 'careful'
-REFUSED = 'refused' # what a change means for a run that is resumed
+REFUSED = 'refused'
 
-def rules(level:str, table:dict[str,str])->dict[str,tuple[str,str]]:
-    "Returns level and reason by field, from a table of reasons by several fields."
-    found = {}
+def rules(
+    level:str, # `FINE`, `CAREFUL` or `REFUSED`
+    table:dict[str,str], # names of several fields -> reason
+)->dict[str,tuple[str,str]]:
+    "Returns level and reason by field."
+    by_field = {}
     for names,why in table.items():
-        found |= dict.fromkeys(names.split(), (level,why))
-    return found
+        by_field |= dict.fromkeys(names.split(), (level,why))
+    return by_field
 
 _REFUSED = rules(REFUSED, {
     'max_images_per_example max_images_per_knapsack max_tiles_per_knapsack max_sample_length '
@@ -647,10 +674,11 @@ _CAREFUL = rules(CAREFUL, {
     'max_training_steps max_training_samples max_epochs':
         'the learning rate follows the length of the run: it jumps to where the new schedule stands',
     'loss_average weight_decay betas max_grad_norm max_grad_spike vit_dropout lm_dropout moe_aux_weight '
-    'custom_transforms random_crop':'from here on updates are made differently',
+    'custom_transforms random_crop keep_columns':'from here on updates are made differently',
     'images_path':'the pictures there must be the same ones',
     'dtype':'losses and weights will differ in their last digits',
-    'max_val_batches':'validation losses, and which is the best, are measured on other data'})
+    'max_val_batches':'validation losses, and which is the best, are measured on other data',
+    'best_by':'what is the best so far was judged in another way'})
 
 # %% ../../nbs/03_core.config.ipynb #f1e1d008
 OF_RUN = {*'''lm_max_length vlm_load_backbone_weights vlm_checkpoint_path hf_repo_name attn_backend init_std
@@ -663,9 +691,11 @@ OWN_FIELDS = {*'''vit_keep_patches vit_pre_norm vit_post_norm vit_activation lm_
     loss_chunk_size pixel_mean pixel_std pixel_max image_convention min_pixels max_pixels vit_window_size
     vit_full_blocks lm_mrope_sections'''.split()}
 
-def resume_rule(name:str, cls:type[Config]=Config)->tuple[str,str]|None:
-    """Returns level and reason of what a change means for a run that is resumed; None: nothing is known.
-    A class with fields of its own may have `resume_rules`."""
+def resume_rule(
+    name:str,
+    cls:type[Config]=Config, # may have `resume_rules` for fields of its own
+)->tuple[str,str]|None: # None: nothing is known
+    "Returns level and reason of what a change means for a run that is resumed."
     rule = (cls.resume_rules|_REFUSED|_CAREFUL).get(name)
     if rule or name not in FIELDS: return rule
     of_model = name in VLMConfig.__dataclass_fields__ and name not in OF_RUN-{'lm_max_length'}
@@ -830,30 +860,6 @@ def _qwen(size):
         long_run_name=False
     )
 
-PRESETS:dict[str,tuple[dict,dict]] = dict(
-    shapes=(_SHAPES_VLM,_SHAPES_TRAIN),
-    nanovlm=({},{}),
-    nanovlm_native=(dict(resize_to_max_side_len=False),{}),
-    minimind=(_MINIMIND_VLM,_MINIMIND_TRAIN),
-    minimind_ddp=(_MINIMIND_VLM,_MINIMIND_TRAIN|dict(batch_size=4)),
-    minimind_clip=(_MINIMIND_CLIP,_MINIMIND_TRAIN),
-    minimind3=(
-        _MINIMIND3_VLM,
-        _MINIMIND_TRAIN|dict(load_from='out/llm_{dim}{_moe}.pth')
-    ),
-    qwen2_5_vl_3b=_qwen('3b'),
-    qwen2_5_vl_7b=_qwen('7b')
-)
-
-# %% ../../nbs/03_core.config.ipynb #e6403d13
-def preset(name:str)->tuple[VLMConfig,TrainConfig]:
-    "Returns the configurations of this name, of which nothing counts as given."
-    check_known([str(name)], PRESETS, 'preset')
-    configs = VLMConfig(**PRESETS[name][0]),TrainConfig(**PRESETS[name][1])
-    for cfg in configs: cfg.given.clear()
-    return configs
-
-# %% ../../nbs/03_core.config.ipynb #1c0d7102
 _TINY_VLM = dict(
     vit_hidden_dim=32,
     vit_n_heads=2,
@@ -877,13 +883,42 @@ _TINY_TRAIN = dict(
     progress_bar=False
 )
 
+PRESETS:dict[str,tuple[dict,dict]] = dict(
+    shapes=(_SHAPES_VLM,_SHAPES_TRAIN),
+    nanovlm=({},{}),
+    nanovlm_native=(dict(resize_to_max_side_len=False),{}),
+    minimind=(_MINIMIND_VLM,_MINIMIND_TRAIN),
+    minimind_ddp=(_MINIMIND_VLM,_MINIMIND_TRAIN|dict(batch_size=4)),
+    minimind_clip=(_MINIMIND_CLIP,_MINIMIND_TRAIN),
+    minimind3=(
+        _MINIMIND3_VLM,
+        _MINIMIND_TRAIN|dict(load_from='out/llm_{dim}{_moe}.pth')
+    ),
+    qwen2_5_vl_3b=_qwen('3b'),
+    qwen2_5_vl_7b=_qwen('7b'),
+    tiny=(_SHAPES_VLM|_TINY_VLM,_SHAPES_TRAIN|_TINY_TRAIN)
+)
+
+# %% ../../nbs/03_core.config.ipynb #e6403d13
+def preset(name:str)->tuple[VLMConfig,TrainConfig]:
+    "Returns the configurations of this name, of which nothing counts as given."
+    check_known([str(name)], PRESETS, 'preset')
+    model,run = PRESETS[name]
+    configs = VLMConfig(**model),TrainConfig(**run)
+    for cfg in configs: cfg.given.clear()
+    return configs
+
+# %% ../../nbs/03_core.config.ipynb #1c0d7102
 # name of a backbone -> its learning rate
 BACKBONE_RATES = dict(
     vit_model_type='lr_vision_backbone', lm_model_type='lr_language_backbone'
 )
 
-def change(vlm_cfg:VLMConfig, train_cfg:TrainConfig, changes:dict)->tuple[VLMConfig,
-    TrainConfig]:
+def change(
+    vlm_cfg:VLMConfig,
+    train_cfg:TrainConfig,
+    changes:dict, # name -> value
+)->tuple[VLMConfig,TrainConfig]:
     """Changes fields, whichever configuration they belong to. A backbone that is named is loaded and learns
     slowly, and beside a language model that has learned already the projector begins alone."""
     of_model = {n:v for n,v in changes.items() if n in vlm_cfg.__dataclass_fields__}
@@ -927,30 +962,46 @@ def effective_batch_size(train_cfg:TrainConfig, world_size:int=1)->int:
     return train_cfg.batch_size*train_cfg.gradient_accumulation_steps*world_size
 
 # %% ../../nbs/03_core.config.ipynb #017bf0b4
-def loader_workers(cfg:TrainConfig, cores:int|None=None)->int: # of a rank; None: unknown
+def loader_workers(
+    cfg:TrainConfig,
+    cores:int|None=None, # of a rank; None: unknown
+)->int:
     "Returns how many loader processes a rank starts: as given, or one for each of its cores but one."
     if cfg.num_workers is not None: return cfg.num_workers
     number = 3 if cores is None else max(1, min(cores-1, 16)) # nanoVLM has 3; each holds packs in memory
     return min(number, cfg.batch_size*cfg.gradient_accumulation_steps)
 
 # %% ../../nbs/03_core.config.ipynb #e5a20004
-def load_function(name:str, field:str)->Callable:
-    "Returns a user's function `module:function`, from a package or from the working directory."
+def load_function(
+    name:str, # module:function, or file.py:function
+    field:str, # the setting that names it, for messages
+)->Callable:
+    "Returns a user's function, from a package or from the working directory."
     # a console script does not search the working directory, `python -m` and `torchrun -m` do
     if '' not in sys.path and os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     module,_,function = name.partition(':')
+    file = Path(module)
+    if file.suffix=='.py':
+        require(file.is_file(), f'{field} {name!r}: there is no file {module}')
+        if str(file.parent.resolve()) not in sys.path:
+            sys.path.append(str(file.parent.resolve()))
+        module = file.stem
     try: imported = import_module(module)
     except ModuleNotFoundError as e:
         where = 'in the working directory or on PYTHONPATH'
         raise UsageError(f'{field} {name!r}: no module {e.name!r}; is it {where}?') from e
-    found = getattr(imported, function, None)
-    if callable(found): return found
+    value = getattr(imported, function, None)
+    if callable(value): return value
     raise UsageError(f'{field} {name!r}: module {module!r} has no function {function!r}')
 
 # %% ../../nbs/03_core.config.ipynb #2e72bb09
-def get_run_name(train_cfg:TrainConfig, vlm_cfg:VLMConfig, world_size:int=1,
-    now:datetime|None=None)->str:
+def get_run_name(
+    train_cfg:TrainConfig,
+    vlm_cfg:VLMConfig,
+    world_size:int=1,
+    now:datetime|None=None, # default: the current time
+)->str:
     """Returns the name of a run: the one it was given, or data and date, or, with `long_run_name`,
     backbones, batch, length, learning rates and date."""
     if train_cfg.run_name: return train_cfg.run_name

@@ -32,14 +32,14 @@ def pick_device(name:str|torch.device|None=None)->torch.device: # such as `cuda:
     "Returns a device of this machine, or raises a UsageError that names those that it has."
     if isinstance(name, torch.device): return name
     kinds = dict(cuda=torch.cuda, mps=torch.backends.mps)
-    there = [kind for kind,it in kinds.items() if it.is_available()]+['cpu']
-    if name is None: return torch.device(there[0])
+    present = [kind for kind,backend in kinds.items() if backend.is_available()]+['cpu']
+    if name is None: return torch.device(present[0])
     kind,_,number = name.partition(':')
     last = torch.cuda.device_count()-1 if kind=='cuda' else 0
-    known = kind in there and number in ('', *map(str, range(last+1)))
+    known = kind in present and number in ('', *map(str, range(last+1)))
     require(
         known,
-        f'device is {name!r}, this machine has {", ".join(there)}: give one of them'
+        f'device is {name!r}, this machine has {", ".join(present)}: give one of them'
     )
     return torch.device(name)
 
@@ -60,13 +60,16 @@ class Dist:
         return self.rank==0
 
     def gather(self, obj:Any)->list: # anything that can be pickled
-        "Returns what all ranks say, on every rank, in their order."
+        "Returns the objects of all ranks, on every rank, in their order."
         out = [obj]*self.world_size
         if self.world_size>1:
             collective(self, 'gather', c10d.all_gather_object, out, obj, self.cpu_group)
         return out
 
-    def reduce(self, numbers:Sequence[float], op:str='sum')->list: # 'sum' or 'max'; as many on every rank
+    def reduce(self,
+        numbers:Sequence[float], # as many on every rank
+        op:str='sum', # 'sum' or 'max'
+    )->list:
         "Returns, place by place, the sums or the largest of what the ranks have; whole numbers stay whole."
         if self.world_size==1: return [*numbers]
         tensor = torch.from_numpy(np.array(numbers))
@@ -80,26 +83,30 @@ class Dist:
         )
         return tensor.tolist()
 
-    def to_master(self, data:bytes, size:int)->list[bytes]: # `size` bytes at most, the same on every rank
+    def to_master(self,
+        data:bytes, # `size` bytes at most
+        size:int, # the same on every rank
+    )->list[bytes]:
         "Returns what all ranks have, filled up with zeros, on rank 0; nothing elsewhere."
         if self.world_size==1: return [data]
         mine = torch.frombuffer(bytearray(data.ljust(size, b'\0')), dtype=torch.uint8)
-        everyone = [
+        # on other ranks, which receive nothing, it is empty
+        gathered = [
             torch.empty_like(mine) for _ in range(self.world_size*self.is_master)
         ]
-        collective(self, 'to_master', c10d.gather, mine, everyone, 0, self.cpu_group)
-        return [bytes(tensor.numpy()) for tensor in everyone]
+        collective(self, 'to_master', c10d.gather, mine, gathered, 0, self.cpu_group)
+        return [bytes(tensor.numpy()) for tensor in gathered]
 
     def sum(self, x:float)->float:
-        "Returns the sum of what the ranks say, in their order."
+        "Returns the sum over the ranks, added in their order."
         return sum(self.gather(x))
 
     def any(self, flag:bool)->bool:
-        "Returns whether at least one rank says yes."
+        "Returns whether the flag is set on at least one rank."
         return any(self.gather(bool(flag)))
 
     def broadcast(self, obj:Any)->Any:
-        "Returns what rank 0 says."
+        "Returns the object of rank 0, on every rank."
         return self.gather(obj)[0]
 
     def barrier(self)->None:
@@ -111,8 +118,14 @@ class Dist:
             )
 
 # %% ../../nbs/05_core.dist.ipynb #2d6e0909
-def collective(dist:Dist, what:str, call:Callable, *args:Any, **kwargs:Any)->Any: # its name, for the message
-    "Returns what a collective of torch.distributed returns; if it fails, the error says what to do."
+def collective(
+    dist:Dist,
+    what:str, # its name, for the message
+    call:Callable,
+    *args:Any,
+    **kwargs:Any
+)->Any:
+    "Returns what a collective of torch.distributed returns; its error names the rank and the remedy."
     try: return call(*args, **kwargs)
     except RuntimeError as e: raise RuntimeError(
         f'rank {dist.rank} of {dist.world_size}: `{what}` failed, its timeout is {dist.timeout_s:g} s. '
@@ -122,7 +135,11 @@ def collective(dist:Dist, what:str, call:Callable, *args:Any, **kwargs:Any)->Any
 # %% ../../nbs/05_core.dist.ipynb #2e675f05
 _JOINED:list[Dist] = [] # this process among its peers, once it has joined them
 
-def _join(me:Dist, backend:str, store:c10d.Store)->Dist: # of the gradients; where the ranks find each other
+def _join(
+    me:Dist,
+    backend:str, # of the gradients
+    store:c10d.Store, # where the ranks find each other
+)->Dist:
     "Returns this process with a group for messages, which `this_rank` gives from now on."
     wait = timedelta(seconds=me.timeout_s)
     c10d.init_process_group(
@@ -131,9 +148,14 @@ def _join(me:Dist, backend:str, store:c10d.Store)->Dist: # of the gradients; whe
     _JOINED[:] = [replace(me, cpu_group=c10d.new_group(backend='gloo', timeout=wait))]
     return _JOINED[0]
 
-def _one_rank(rank:int, job:Callable[[Dist],Any], world_size:int, timeout_s:float,
-    folder:str)->None:
-    "Joins the other ranks, does the job, and writes what it returns into the folder."
+def _one_rank(
+    rank:int,
+    job:Callable[[Dist],Any],
+    world_size:int,
+    timeout_s:float,
+    folder:str, # gets `result_RANK`
+)->None:
+    "Joins the other ranks, does the job, and writes what it returns."
     store = c10d.FileStore(f'{folder}/meeting', world_size)
     try:
         me = _join(Dist(rank, world_size, rank, timeout_s=timeout_s), 'gloo', store)
@@ -145,7 +167,11 @@ def _one_rank(rank:int, job:Callable[[Dist],Any], world_size:int, timeout_s:floa
             c10d.destroy_process_group() # unless the job has done so
 
 # %% ../../nbs/05_core.dist.ipynb #85b3dee9
-def launch(job:Callable[[Dist],Any], world_size:int=2, timeout_s:float=60.)->list: # called on each rank
+def launch(
+    job:Callable[[Dist],Any], # called on each rank
+    world_size:int=2,
+    timeout_s:float=60.,
+)->list:
     "Forks real ranks from this process and returns what `job` returns on each; for notebooks and tests."
     with tempfile.TemporaryDirectory() as folder:
         start_processes(
@@ -161,20 +187,21 @@ def launch(job:Callable[[Dist],Any], world_size:int=2, timeout_s:float=60.)->lis
 
 # %% ../../nbs/05_core.dist.ipynb #1bf3ac82
 def _portable(error:Exception)->Exception:
-    "Returns an error that can be sent to another process: itself, or what it says."
+    "Returns an error that can be pickled: itself, or a RuntimeError with its message."
     try:
-        return pickle.loads(pickle.dumps(error)) and error
+        pickle.loads(pickle.dumps(error))
+        return error
     except Exception:
         return RuntimeError(f'{type(error).__name__}: {error}')
 
-def on_all(dist:Dist, fn:Callable[[],Any])->list: # every rank must call
+def on_all(dist:Dist, fn:Callable[[],Any])->list: # by rank; every rank must call
     "Returns what `fn` returned on each rank; if one failed, each raises its own error or the first rank's."
     result = error = None
     try: result = fn()
     except Exception as e: error = e
     results,errors = zip(*dist.gather((result, error and _portable(error))))
-    failed = [e for e in (error, *errors) if e is not None]
-    if failed: raise failed[0]
+    raised = [e for e in (error, *errors) if e is not None]
+    if raised: raise raised[0]
     return [*results]
 
 def on_master(dist:Dist, fn:Callable[[],Any])->Any: # every rank must call
@@ -183,7 +210,7 @@ def on_master(dist:Dist, fn:Callable[[],Any])->Any: # every rank must call
 
 # %% ../../nbs/05_core.dist.ipynb #5a57ecdf
 def _launch_env()->dict[str,int]|None: # `rank`, `world_size`, `local_rank`; None when alone
-    "Returns what torchrun, or else Slurm's srun, says about this process."
+    "Returns the rank of this process from the variables of torchrun, or else of Slurm's srun."
     env = os.environ
     names = dict(rank='RANK', world_size='WORLD_SIZE', local_rank='LOCAL_RANK')
     if not {'RANK', 'WORLD_SIZE'} & set(env):
@@ -202,21 +229,24 @@ def _launch_env()->dict[str,int]|None: # `rank`, `world_size`, `local_rank`; Non
     require(not missing,
         f"the environment has no {', '.join(missing)}: start with torchrun, or with srun "
         'and a job file that sets these; to run alone, unset RANK and WORLD_SIZE')
-    found = {k:int(env.get(n, env[names['rank']])) for k,n in names.items()}
-    require(0<=found['rank']<found['world_size'],
-        f"{names['rank']} is {found['rank']} of "
-        f"{names['world_size']} {found['world_size']}: ranks go from 0 to {found['world_size']-1}")
-    return found
+    numbers = {k:int(env.get(n, env[names['rank']])) for k,n in names.items()}
+    require(0<=numbers['rank']<numbers['world_size'],
+        f"{names['rank']} is {numbers['rank']} of "
+        f"{names['world_size']} {numbers['world_size']}: ranks go from 0 to {numbers['world_size']-1}")
+    return numbers
 
 # %% ../../nbs/05_core.dist.ipynb #0513dfb6
-def _rank_device(kind:str, local_rank:int)->torch.device: # `cuda`, `mps` or `cpu`
+def _rank_device(
+    kind:str, # `cuda`, `mps` or `cpu`
+    local_rank:int,
+)->torch.device:
     "Returns the device of a launched rank, and makes a GPU the current one."
     if kind!='cuda': return torch.device('cpu')
-    n = torch.cuda.device_count()
+    gpus = torch.cuda.device_count()
     require(
-        local_rank<n,
-        f'local rank {local_rank} has no GPU, this machine has {n}: '
-        f'start at most {n} processes on it'
+        local_rank<gpus,
+        f'local rank {local_rank} has no GPU, this machine has {gpus}: '
+        f'start at most {gpus} processes on it'
     )
     torch.cuda.set_device(local_rank)
     return torch.device('cuda', local_rank)
@@ -225,13 +255,16 @@ def _rank_device(kind:str, local_rank:int)->torch.device: # `cuda`, `mps` or `cp
 def _meeting_store(me:Dist)->c10d.Store: # not yet in a group
     "Returns the store in which the ranks find each other, without what an earlier start has left."
     wait = timedelta(seconds=me.timeout_s)
-    store = next(c10d.rendezvous('env://', me.rank, me.world_size, timeout=wait))[0]
+    store,*_ = next(c10d.rendezvous('env://', me.rank, me.world_size, timeout=wait))
     shared = os.environ.get('TORCHELASTIC_USE_AGENT_STORE')=='True' # by all starts
     start = os.environ.get('TORCHELASTIC_RESTART_COUNT')
     return c10d.PrefixStore(f'start {start}', store) if shared else store
 
 # %% ../../nbs/05_core.dist.ipynb #7d32db44
-def init_dist(device:str|torch.device|None=None, timeout_s:float=1800.)->Dist: # default: the best device
+def init_dist(
+    device:str|torch.device|None=None, # default: the best of this machine
+    timeout_s:float=1800., # seconds to wait for the other ranks
+)->Dist:
     "Joins the other ranks if there are any; alone, only the device is chosen."
     env = _launch_env()
     chosen = torch.device(device) if device else pick_device()
@@ -270,7 +303,7 @@ def this_rank()->Dist: # alone: `Dist()`
     return Dist(get_rank(), get_world_size())
 
 def dist_gather(obj:Any)->list: # anything that can be pickled
-    "Returns what all ranks say, on every rank."
+    "Returns the objects of all ranks, on every rank."
     return this_rank().gather(obj)
 
 # %% ../../nbs/05_core.dist.ipynb #141cf708
@@ -290,7 +323,10 @@ def is_sharded(model:nn.Module)->bool: # True after FSDP's `fully_shard`
     return isinstance(model, FSDPModule)
 
 # %% ../../nbs/05_core.dist.ipynb #e3ecd01e
-def wrap_model(model:nn.Module, dist:Dist|None=None)->nn.Module: # default: as torch.distributed says
+def wrap_model(
+    model:nn.Module,
+    dist:Dist|None=None, # default: the world of torch.distributed
+)->nn.Module:
     "Returns a model whose gradients are averaged over ranks; buffers are not sent, they are constants."
     if is_sharded(model) or (dist.world_size if dist else get_world_size())==1:
         return model
@@ -309,7 +345,10 @@ def unwrap_model(model:nn.Module)->nn.Module: # wrapped by DDP and torch.compile
     return model if inner is None else unwrap_model(inner)
 
 # %% ../../nbs/05_core.dist.ipynb #9a5afd68
-def no_sync(model:Any, active:bool=True)->AbstractContextManager: # False: the last micro-batch of an update
+def no_sync(
+    model:Any,
+    active:bool=True, # False: the last micro-batch of an update
+)->AbstractContextManager:
     "Keeps gradients on this rank for now; forward and backward of a micro-batch go inside."
     if is_sharded(model):
         model.set_requires_gradient_sync(not active or model.reduces_always)
@@ -317,7 +356,10 @@ def no_sync(model:Any, active:bool=True)->AbstractContextManager: # False: the l
     return model.no_sync() if active and isinstance(model, DistributedDataParallel) else nullcontext()
 
 # %% ../../nbs/05_core.dist.ipynb #7a1c0e02
-def synchronized_dataloader_step(train_loader:Iterable, is_dist:bool)->Iterator: # False: nobody is asked
+def synchronized_dataloader_step(
+    train_loader:Iterable,
+    is_dist:bool, # False: this process is alone
+)->Iterator:
     "Yields batches until the first rank has no more; an error of one rank is raised on all."
     dist = this_rank() if is_dist else Dist()
     batches = (batch for batch in train_loader if batch is not None and len(batch))
@@ -365,16 +407,16 @@ def seed_worker(worker_id:int)->None: # unused: torch's seed already differs bet
 
 # %% ../../nbs/05_core.dist.ipynb #d1570302
 _SOCKET_NAME = 107 # bytes of a socket's name
-_BEHIND = 32 # of them those that `multiprocessing` adds
+_ADDED_NAME = 32 # of them those that `multiprocessing` adds
 
 def check_socket_room()->None:
     "Raises a UsageError if the temporary directory's name is too long for the sockets of loader workers."
     folder = tempfile.gettempdir()
-    most = _SOCKET_NAME-_BEHIND
-    size = len(os.fsencode(folder))
-    require(size<=most,
-        f'the temporary directory {folder} has a name of {size} bytes, loader workers can '
-        f'use at most {most}: set TMPDIR to a shorter one, or num_workers and val_workers to 0')
+    longest = _SOCKET_NAME-_ADDED_NAME
+    length = len(os.fsencode(folder))
+    require(length<=longest,
+        f'the temporary directory {folder} has a name of {length} bytes, loader workers can '
+        f'use at most {longest}: set TMPDIR to a shorter one, or num_workers and val_workers to 0')
 
 # %% ../../nbs/05_core.dist.ipynb #246c4301
 def rng_state()->dict: # JSON-able
@@ -409,12 +451,16 @@ def cores_of_rank()->int: # at least 1
 # %% ../../nbs/05_core.dist.ipynb #da8cd72f
 _PER_THREAD = 24_576 # numbers of a weight matrix that are worth a thread
 
-def set_threads(dist:Dist, num_workers:int, largest:int)->None: # on a GPU nothing is changed
+def set_threads(
+    dist:Dist,
+    num_workers:int, # loader workers of this rank
+    largest:int, # numbers of the largest matrix of a block
+)->None:
     """Computes on all cores that pay, if threads sleep while they wait; else leaves one to each loader
-    worker. `largest`: numbers of the largest matrix of a block."""
+    worker. On a GPU nothing is changed."""
     if dist.device.type!='cpu' or 'OMP_NUM_THREADS' in os.environ:
         return
     sleeping = os.environ.get('OMP_WAIT_POLICY', '').upper()=='PASSIVE'
     cores = cores_of_rank()-(0 if sleeping else num_workers)
-    worth = largest//_PER_THREAD if sleeping else largest//(3*_PER_THREAD) # one that spins stands in the way
-    torch.set_num_threads(max(1, min(cores, worth)))
+    useful = largest//_PER_THREAD if sleeping else largest//(3*_PER_THREAD) # one that spins stands in the way
+    torch.set_num_threads(max(1, min(cores, useful)))

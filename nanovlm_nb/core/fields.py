@@ -6,7 +6,7 @@
 __all__ = ['Pos', 'PosF', 'Count', 'CountF', 'Above1F', 'Seconds', 'Waiting', 'Layers', 'Rank', 'Tokens', 'Fraction', 'Share',
            'Below1', 'Seed', 'Vocabulary', 'Keep', 'Text', 'Place', 'OneName', 'Function', 'WITH_WARMUP', 'SCHEDULES',
            'Schedule', 'Names', 'Betas', 'Means', 'Deviations', 'Format', 'Outtype', 'OWN_ROWS', 'IGNORE', 'C',
-           'rule_of', 'as_type', 'kinds_of', 'Config', 'many']
+           'FOLLOWS', 'rule_of', 'as_type', 'kinds_of', 'Config', 'many']
 
 # %% ../../nbs/02_core.fields.ipynb #49f64b90
 import json,math,reprlib
@@ -85,9 +85,11 @@ def rule_of(kind:Any)->tuple[type,str,Callable]:
         base,words,ok = rule_of(args[0])
         if base is not str: words += ', or None'
         return base,words,ok
-    if outer is list: return list,*rule_of(args[0])[1:]
+    if outer is list:
+        _,words,ok = rule_of(args[0])
+        return list,words,ok
     if outer is Annotated:
-        return get_origin(args[0]) or args[0],*args[1:]
+        return get_origin(args[0]) or args[0],*args[1:] # `Annotated[type, words, test]`
     if outer is Literal:
         return str,f"one of {', '.join(args)}",args.__contains__
     return outer or kind,_BASIC.get(kind, 'a dictionary, as JSON'),lambda _: True
@@ -120,19 +122,19 @@ def as_type(name:str, value:Any, kind:Any)->Any:
     base,words,ok = rule_of(kind)
     if value is None and NoneType in args: return None
     if base is list:
-        plain = get_origin(kind) is list
-        element = args[0] if plain else get_args(args[0])[0]
+        no_rule = get_origin(kind) is list
+        element = args[0] if no_rule else get_args(args[0])[0]
         values = value if isinstance(value, (list,tuple)) else [value]
-        new = [as_type(name, v, element) for v in values]
-        require(plain or ok(new), f'{name} is {_short.repr(new)}: give {words}')
-        return new
+        elements = [as_type(name, v, element) for v in values]
+        require(no_rule or ok(elements), f'{name} is {_short.repr(elements)}: give {words}')
+        return elements
     if base is dict and isinstance(value, dict):
         return {k:as_type(name, v, str) for k,v in value.items()} if args else value
     try:
-        read = _read(value, base)
-        if ok(read):
-            if base not in _LARGEST or abs(read)<=_LARGEST[base]:
-                return read
+        parsed = _read(value, base)
+        if ok(parsed):
+            if base not in _LARGEST or abs(parsed)<=_LARGEST[base]:
+                return parsed
             words += f', {_LARGEST[base]} at most'
     except (TypeError, ValueError, OverflowError): pass
     shown = _short.repr(value)
@@ -166,6 +168,7 @@ class Config:
     def __new__(cls, *args, **kwargs):
         check_known(kwargs, cls.__dataclass_fields__, f'field of {cls.__name__}')
         cfg = super().__new__(cls)
+        # those given by their order, and by name
         vars(cfg)['given'] = {f.name for f,_ in zip(fields(cls), args)}|kwargs.keys()
         return cfg
 
@@ -198,6 +201,16 @@ class Config:
         )
         return cls(**values)
 
+    @classmethod
+    def of(cls:type[C], cfg:'Config')->C: # of this class, or of one that it extends
+        "Returns the configuration as one of this class; what follows from other fields follows anew."
+        if isinstance(cfg, cls): return cfg
+        follows = cfg.derived()
+        values = {n:v for n,v in cfg.to_dict().items() if follows.get(n, ...)!=v}
+        new = cls.from_dict(values)
+        vars(new)['given'] = {*cfg.given}
+        return new
+
     def unwritten(self)->set[str]:
         "Returns the names of fields that `to_json` leaves out."
         return set()
@@ -228,7 +241,7 @@ if TYPE_CHECKING: # read, such a field is a number, or a name
 else:
     Derived = Pos|None # left out, or None: computed from other fields
     Backbone = Text|None # None: there is none
-_FOLLOWS:Any = None # the default of a field that follows from others
+FOLLOWS:Any = None # the default of a field that follows from others
 
 def many(*values:Any)->Any:
     "Returns a field whose default is a list, a new one for each configuration."

@@ -23,35 +23,46 @@ def grids_of(images)->tuple[tuple[int,...],...]: # nested pictures
     )
 
 # %% ../../nbs/11_core.grids.ipynb #08b1000e
-def tile_places(grids:tuple)->Tensor: # (rows, columns) of pictures; (3, N)
+def tile_places(
+    grids:tuple, # (rows, columns) of each picture
+)->Tensor: # (3, N)
     "Returns picture, row and column of each tile, in reading order."
     sizes = torch.tensor(grids, dtype=torch.long).view(-1, 2)
     counts = sizes.prod(1)
     picture = torch.arange(len(sizes)).repeat_interleave(counts)
-    inside = torch.arange(len(picture))-(counts.cumsum(0)-counts)[picture]
+    inside = torch.arange(len(picture))-(counts.cumsum(0)-counts)[picture] # number in its picture
     columns = sizes[picture,1]
     return torch.stack([picture, inside//columns, inside%columns])
 
 # %% ../../nbs/11_core.grids.ipynb #08b10011
-def window_order(grids:tuple, side:int)->tuple[Tensor,list[int]]: # of pictures; tiles along a window
+def window_order(
+    grids:tuple, # (rows, columns) of each picture
+    side:int, # tiles along a window
+)->tuple[Tensor,list[int]]:
     "Returns the tiles window by window, (N,), and how many tiles each window has."
     picture,row,column = tile_places(grids)
     sizes = torch.tensor(grids, dtype=torch.long).view(-1, 2)
-    down,across = ((sizes+side-1)//side).unbind(1)
-    before = (down*across).cumsum(0)-down*across # windows of earlier pictures
-    window = before[picture]+row//side*across[picture]+column//side
+    down,across = ((sizes+side-1)//side).unbind(1) # windows, rounded up
+    earlier = (down*across).cumsum(0)-down*across # windows of earlier pictures
+    window = earlier[picture]+row//side*across[picture]+column//side
     return window.argsort(stable=True),window.bincount().tolist()
 
 # %% ../../nbs/11_core.grids.ipynb #08b10017
-def patch_places(tiles:Tensor, factor:int)->Tensor: # (2, N) row and column; patches along a tile
+def patch_places(
+    tiles:Tensor, # (2, N) row and column
+    factor:int, # patches along a tile
+)->Tensor:
     "Returns row and column of all patches, tile by tile, (2, N factor^2)."
     side = torch.arange(factor)
     inside = torch.cartesian_prod(side, side).T
     return (factor*tiles[...,None]+inside[:,None]).flatten(1)
 
 # %% ../../nbs/11_core.grids.ipynb #08b1001a
-def mrope_positions(positions:Tensor, slots:Tensor, # (B, T) of a `Layout`; (N,) image tokens, end to end
-    grids:tuple)->Tensor: # (rows, columns) of the pictures; (3, B, T)
+def mrope_positions(
+    positions:Tensor, # (B, T) of a `Layout`
+    slots:Tensor, # (N,) image tokens, end to end
+    grids:tuple, # (rows, columns) of each picture
+)->Tensor: # (3, B, T)
     "Returns time, row and column of each token, counted from 0 in each document."
     picture,row,column = tile_places(grids)
     sizes = torch.tensor(grids, dtype=torch.long).view(-1, 2)
@@ -64,5 +75,6 @@ def mrope_positions(positions:Tensor, slots:Tensor, # (B, T) of a `Layout`; (N,)
     begins = torch.arange(len(flat))-flat # first token of the document
     time = flat+moved-moved[begins]
     axes = time.repeat(3, 1)
+    # the time of a picture is that of its first token
     axes[:,slots] = time[first][picture]+torch.stack([0*row, row, column])
     return axes.view(3, *positions.shape)

@@ -20,10 +20,12 @@ from .usage import require
 # %% ../../nbs/12_core.layout.ipynb #08a10006
 _CU_STEP = 64 # `cu` has as many entries as there are such stretches, or a multiple of this
 
-def _document_tensors(doc_lens:Sequence[Sequence[int]], T:int,
-    starts:Sequence[int])->dict[str,Tensor]:
-    """Returns documents and gaps as tensors: `cu` (n,) int32, `documents` and `positions` (B, T).
-    A row of `T` positions has documents of these lengths, the first of which begins at its start."""
+def _document_tensors(
+    doc_lens:Sequence[Sequence[int]], # by row, the lengths of its documents
+    T:int, # positions of a row
+    starts:Sequence[int], # by row, where its first document begins
+)->dict[str,Tensor]:
+    "Returns documents and gaps as tensors: `cu` (n,) int32, `documents` and `positions` (B, T)."
     runs:list[tuple[int,int]] = [] # length and number of each document, number 0: of each gap
     for row,start in zip(doc_lens, starts):
         numbered = [(n,i) for i,n in enumerate(row, start=1)]
@@ -31,8 +33,9 @@ def _document_tensors(doc_lens:Sequence[Sequence[int]], T:int,
         runs += [part for part in parts if part[0]]
     lens,numbers = torch.tensor(runs, dtype=torch.long).view(-1, 2).unbind(1)
     ends = lens.cumsum(0)
-    size = max(len(runs)+1, len(doc_lens)*T//_CU_STEP)
-    cu = torch.full((-(-size//_CU_STEP)*_CU_STEP,), len(doc_lens)*T, dtype=torch.int32)
+    entries = max(len(runs)+1, len(doc_lens)*T//_CU_STEP)
+    entries = -(-entries//_CU_STEP)*_CU_STEP # rounded up
+    cu = torch.full((entries,), len(doc_lens)*T, dtype=torch.int32)
     cu[:1] = 0
     cu[1:len(runs)+1] = ends
     documents = numbers.repeat_interleave(lens).view(len(doc_lens), T)
@@ -42,8 +45,11 @@ def _document_tensors(doc_lens:Sequence[Sequence[int]], T:int,
     )
 
 # %% ../../nbs/12_core.layout.ipynb #326b7a43
-def check_targets(targets:Tensor, vocab_size:int)->None: # of a `Layout`; waits for a GPU
-    "Raises a ValueError for a target that is no token."
+def check_targets(
+    targets:Tensor, # of a `Layout`
+    vocab_size:int,
+)->None:
+    "Raises a ValueError for a target that is no token; waits for a GPU."
     low,high = (int(x) for x in targets.aminmax()) if len(targets) else (0,0)
     require(
         0<=low<=high<vocab_size,
@@ -52,13 +58,18 @@ def check_targets(targets:Tensor, vocab_size:int)->None: # of a `Layout`; waits 
     )
 
 # %% ../../nbs/12_core.layout.ipynb #08a1000d
-def slot_error(where:str, slots:int, tiles:int, per_tile:int)->str: # image tokens: of the text, of a tile
+def slot_error(
+    where:str, # what disagrees, for the message
+    slots:int, # image tokens in the text
+    tiles:int, # in the pictures
+    per_tile:int, # image tokens of a tile
+)->str:
     "Returns that text and pictures disagree, and what helps."
     return (f'{where}: {slots} image tokens in the text, {tiles*per_tile} from the pictures ({tiles} tiles x '
             f"{per_tile}). Make the image string with the model's mp_image_token_length and do not cut it")
 
 # %% ../../nbs/12_core.layout.ipynb #6d4e2c97
-def _aside(init:bool=True)->Any: # may be given
+def _aside(init:bool=True)->Any: # whether it may be given
     "Returns a field that follows from others or from the batch."
     return field(default=None, init=init, compare=False, repr=False)
 
@@ -82,19 +93,23 @@ class Layout:
     bare:'Layout|None' = _aside(False)
 
     def __post_init__(self):
-        own = vars(self) # it is frozen
-        own['is_full'] = all(lens==(self.T,) for lens in self.doc_lens)
+        attributes = vars(self) # a frozen dataclass has no other way
+        attributes['is_full'] = all(lens==(self.T,) for lens in self.doc_lens)
         if self.slots is not None or self.at is not None:
-            own['bare'] = replace(self, slots=None, at=None, targets=None, tiles=None)
+            attributes['bare'] = replace(self, slots=None, at=None, targets=None, tiles=None)
         if self.cu is not None: return
         for b,(lens,start) in enumerate(zip(self.doc_lens, self.starts, strict=True)):
-            if min((start+1, *lens))<1 or start+sum(lens)>self.T:
+            empty = any(n<1 for n in lens)
+            if start<0 or empty or start+sum(lens)>self.T:
                 raise ValueError(
                     f'row {b}: documents of {lens} positions from {start} on do not fit {self.T}')
-        own.update(_document_tensors(self.doc_lens, self.T, self.starts))
+        attributes.update(_document_tensors(self.doc_lens, self.T, self.starts))
 
     @classmethod
-    def from_doc_lens(cls, doc_lens:Sequence[Sequence[int]], T:int)->'Layout': # per row; positions of a row
+    def from_doc_lens(cls,
+        doc_lens:Sequence[Sequence[int]], # by row, the lengths of its documents
+        T:int, # positions of a row
+    )->'Layout':
         "Returns the layout of packed rows: documents from position 0 on, the rest of a row is padding."
         lens = tuple(tuple(map(int, row)) for row in doc_lens)
         return cls(lens, int(T), (0,)*len(lens))
@@ -109,16 +124,19 @@ class Layout:
                 f'attention_mask has a gap in row {int(gaps.int().argmax())}: '
                 'padding must be on the left or on the right'
             )
-        starts = (mask.cumsum(1)==0).sum(1)*mask.any(1)
+        starts = (mask.cumsum(1)==0).sum(1)*mask.any(1) # 0 in a row without tokens
         lens = tuple((n,) if n else () for n in mask.sum(1).tolist())
         return cls(lens, mask.shape[1], tuple(starts.tolist()))
 
     @classmethod
-    def of(cls, input_ids:Tensor, image_token_id:int|None=None, # (B, T); marks the slots, None: not sought
+    def of(cls,
+        input_ids:Tensor, # (B, T)
+        image_token_id:int|None=None, # marks the slots; None: they are not sought
         targets:Tensor|None=None, # (B, T) the id that follows each position, -100 where none is to be learnt
         attention_mask:Tensor|None=None, # (B, T) 0 at padding, left or right; see `PackedMask`
-        doc_lens:Sequence[Sequence[int]]|None=None, # of each row; wins over the mask
-        grids:tuple=(), window:int=0, # (rows, columns) of pictures; tiles along a window of the tower
+        doc_lens:Sequence[Sequence[int]]|None=None, # by row; wins over the mask
+        grids:tuple=(), # (rows, columns) of each picture
+        window:int=0, # tiles along a window of the tower
     )->'Layout':
         "Returns the layout of a whole batch; without mask and lengths each row is one document."
         B,T = input_ids.shape
@@ -140,9 +158,9 @@ class Layout:
         return replace(layout, slots=slots, at=at, targets=targets.flatten()[at])
 
     def _with_grids(self, slots, grids, window):
-        n = sum(rows*columns for rows,columns in grids)
-        if len(slots)!=n:
-            raise ValueError(slot_error('the batch', len(slots), n, 1))
+        tiles = sum(rows*columns for rows,columns in grids)
+        if len(slots)!=tiles:
+            raise ValueError(slot_error('the batch', len(slots), tiles, 1))
         positions = mrope_positions(self.positions, slots.cpu(), grids)
         return replace(self, positions=positions, tiles=Tiles.of(grids, window))
 
@@ -152,7 +170,7 @@ class Layout:
         documents,positions = (
             F.pad(x, (0,more)) for x in (self.documents,self.positions)
         )
-        longest = self.longest and max(self.longest, more)
+        longest = self.longest and max(self.longest, more) # None stays None
         return replace(
             self,
             T=T,
@@ -162,8 +180,11 @@ class Layout:
             longest=longest
         )
 
-    def once(self, key, make:Callable): # what is asked for, and what makes it the first time
-        "What follows from a layout and is asked for by every block of a model."
+    def once(self,
+        key, # names what follows
+        make:Callable, # makes it the first time
+    ):
+        "What follows from a layout and every block of a model needs, made once."
         memo = vars(self).setdefault('_made', {})
         if key not in memo: memo[key] = make()
         return memo[key]
@@ -193,7 +214,11 @@ class Tiles:
     pictures:Layout # likewise: a document is a picture
 
     @classmethod
-    def of(cls, grids:tuple, window:int, factor:int=2)->'Tiles': # of pictures; tiles, patches along a side
+    def of(cls,
+        grids:tuple, # (rows, columns) of each picture
+        window:int, # tiles along a window
+        factor:int=2, # patches along a tile
+    )->'Tiles':
         "Returns the tiles of pictures that have these rows and columns."
         order,lens = window_order(grids, window)
         places = patch_places(tile_places(grids)[1:,order], factor)
@@ -219,7 +244,10 @@ class PackedMask(Tensor):
     doc_lens:Sequence[Sequence[int]]
 
     @classmethod
-    def of(cls, mask:Tensor, doc_lens:Sequence[Sequence[int]])->'PackedMask': # (B, T); of each row
+    def of(cls,
+        mask:Tensor, # (B, T)
+        doc_lens:Sequence[Sequence[int]], # by row
+    )->'PackedMask':
         "Returns the mask with the lengths."
         packed = mask.as_subclass(cls)
         packed.doc_lens = doc_lens

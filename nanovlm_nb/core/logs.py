@@ -39,12 +39,15 @@ class _JsonLines:
         self.file = open_own(path, 'a+b')
         self.cut()
 
-    def log(self, metrics:dict, step:int)->None: # figures; updates done
+    def log(self,
+        metrics:dict, # figures by name
+        step:int, # updates done
+    )->None:
         "Writes one line at once; a FileNotFoundError if the directory is not there any more."
         record = {k:_plain(v) for k,v in metrics.items()}|dict(step=step)
         self.file.write(json.dumps(record, sort_keys=True, allow_nan=False).encode()+b'\n')
         self.file.flush()
-        os.stat(self.folder) # an open file would take lines that nobody finds
+        os.stat(self.folder) # a deleted file that is open would take lines
 
     def cut(self, position:int|None=None)->None: # how many bytes may stay; None: all
         "Removes what follows the last whole line before a position."
@@ -53,8 +56,8 @@ class _JsonLines:
 
     def close(self, failed:bool=False)->None: # with an error, which a full disk must not hide
         "Waits until the file is on the disk, and closes it."
-        passed_over = (OSError,) if failed else ()
-        with suppress(*passed_over), self.file:
+        ignored = (OSError,) if failed else ()
+        with suppress(*ignored), self.file:
             os.fsync(self.file.fileno())
 
 # %% ../../nbs/09_core.logs.ipynb #b66fe781
@@ -66,13 +69,19 @@ def _named(metrics:dict)->str:
         if not (v is None or isinstance(v, str) or k.startswith('training_stats/'))
     )
 
-def describe(metrics:dict, step:int)->str: # figures by name; updates done
+def describe(
+    metrics:dict, # figures by name
+    step:int, # updates done
+)->str:
     "Returns update and figures in one line."
     return ' | '.join(filter(None, [f'step {step}', _named(metrics)]))
 
 # %% ../../nbs/09_core.logs.ipynb #05a10009
-def _progress(metrics:dict, left:float=nan)->list[str]: # seconds to the end of the run; nan: not known
-    "Returns what a user wants to see of a run, as far as it is known."
+def _progress(
+    metrics:dict,
+    left:float=nan, # seconds to the end of the run; nan: not known
+)->list[str]:
+    "Returns loss, speed and time left, those that are known."
     rate = metrics.get('tokens_per_second')
     parts = [f"loss {float(metrics['batch_loss']):.4g}"]
     if rate: parts.append(f'{float(rate):,.0f} tokens/s')
@@ -81,11 +90,15 @@ def _progress(metrics:dict, left:float=nan)->list[str]: # seconds to the end of 
     return parts
 
 # %% ../../nbs/09_core.logs.ipynb #a18be21c
-def _report_line(metrics:dict, at:str, left:float=nan)->str: # e.g. '3/40'; see `_progress`
+def _report_line(
+    metrics:dict,
+    update:str, # updates done, e.g. '3/40'
+    left:float=nan, # see `_progress`
+)->str:
     "Returns an update in a short line, of about 100 characters."
     rates = sorted(float(v) for k,v in metrics.items() if k.startswith('lr_'))
     loss,*rest = _progress(metrics, left)
-    parts = [f'update {at}', loss]
+    parts = [f'update {update}', loss]
     if rates:
         parts.append(
             'lr '+' to '.join(dict.fromkeys(f'{r:.2g}' for r in (rates[0], rates[-1])))
@@ -93,12 +106,14 @@ def _report_line(metrics:dict, at:str, left:float=nan)->str: # e.g. '3/40'; see 
     return ' | '.join([*parts, *rest])
 
 # %% ../../nbs/09_core.logs.ipynb #05a1000d
-# told elsewhere
-_LATER = 'val_loss','best_val_loss','best_step','answers/','drops/','epoch_tokens','epoch_duration'
+_SHOWN_ELSEWHERE = 'val_loss','best_val_loss','best_step','answers/','drops/','epoch_tokens','epoch_duration'
 
-def _event_line(metrics:dict, step:int)->str: # figures that are not those of an update; '': nothing to tell
-    "Returns what is told at once: a validation with its loss in words, others by name."
-    parts = [_named({k:v for k,v in metrics.items() if not k.startswith(_LATER)})]
+def _event_line(
+    metrics:dict, # figures that are not those of an update
+    step:int, # updates done
+)->str: # '': there is nothing to show
+    "Returns a line that is shown at once: a validation with its loss in words, other figures by name."
+    parts = [_named({k:v for k,v in metrics.items() if not k.startswith(_SHOWN_ELSEWHERE)})]
     if 'val_loss' in metrics:
         parts.insert(0, f"validation loss {float(metrics['val_loss']):.4g}")
     text = ' | '.join(filter(None, parts))
@@ -107,15 +122,20 @@ def _event_line(metrics:dict, step:int)->str: # figures that are not those of an
     return fill(f'update {step}: {text}', 100, subsequent_indent='    ') if text else ''
 
 # %% ../../nbs/09_core.logs.ipynb #f0120002
-def _minimind_line(metrics:dict, step:int, total:int|None, epochs:int,
-    pace:float=nan)->str:
-    "Returns an update as MiniMind shows it; `epochs` of the run, `pace`: seconds of an update."
-    size = max(-(-(total or step)//epochs), 1)
-    epoch,at = divmod(step-1, size)
+def _minimind_line(
+    metrics:dict,
+    step:int,
+    total:int|None, # updates of the run; None: unknown
+    epochs:int, # of the run
+    pace:float=nan, # seconds of an update
+)->str:
+    "Returns an update as MiniMind shows it."
+    per_epoch = max(-(-(total or step)//epochs), 1) # updates, rounded up
+    epoch,done = divmod(step-1, per_epoch)
     lr = max((float(v) for k,v in metrics.items() if k.startswith('lr_')), default=0.)
-    minutes = int(pace*(size-at-1)/60) if isfinite(pace) else 0
+    minutes = int(pace*(per_epoch-done-1)/60) if isfinite(pace) else 0
     return (
-        f"Epoch:[{epoch+1}/{epochs}]({at+1}/{size}) "
+        f"Epoch:[{epoch+1}/{epochs}]({done+1}/{per_epoch}) "
         f"loss:{float(metrics['batch_loss']):.3f} lr:{lr:.12f} epoch_Time:{minutes}min:"
     )
 
@@ -139,18 +159,24 @@ class _AboveBar(logging.Handler):
     def emit(self, record): _show(self.format(record))
 
 # %% ../../nbs/09_core.logs.ipynb #6661c755
-_REPORT_S = 30. # seconds after which a run says how it is, also between reports
+_REPORT_S = 30. # seconds after which a line is shown, also between reports
 
 class _Screen:
     "What a user sees of a run: lines, which a text file gets as well, and a bar below them."
-    def __init__(self, path:str|Path, total_steps:int|None=None, every:int=100, # updates between reports
-        progress:bool=True, quiet:bool=False, # show a bar where somebody watches; show nothing at all
-        epochs:int|None=None, now:Callable=time.monotonic): # report as MiniMind does; tells seconds
+    def __init__(self,
+        path:str|Path,
+        total_steps:int|None=None,
+        every:int=100, # updates between reports
+        progress:bool=True, # show a bar where somebody watches
+        quiet:bool=False, # show nothing at all
+        epochs:int|None=None, # report as MiniMind does, with so many of them
+        now:Callable=time.monotonic, # the time in seconds
+    ):
         self.path = path
         self.file = MemoryHandler(0)
         self.logger = logging.getLogger('nanovlm_nb')
         self.handlers:list[logging.Handler] = [self.file]
-        alone = not (quiet or logging.root.handlers) # nobody else shows warnings
+        alone = not (quiet or logging.root.handlers) # nothing else shows warnings
         if alone: self.handlers.append(_AboveBar(logging.WARNING))
         for h in self.handlers: self.logger.addHandler(h)
         self.total = total_steps
@@ -158,20 +184,23 @@ class _Screen:
         self.quiet = quiet
         self.epochs = epochs
         self.now = now
-        self.hidden = None if progress and not quiet else True
-        self.bar = None # None: as the output is
-        self.first = None
-        self.said = inf # update and time
+        self.hidden = None if progress and not quiet else True # None: shown on a terminal alone
+        self.bar = None
+        self.first = None # first update and its time
+        self.reported = inf # time of the last report
 
     def open(self)->None:
-        "Writes from now on, first what was said so far."
+        "Writes from now on, first the lines so far."
         if self.file.target: return
         file = _TextFile(self.path, encoding='utf-8')
         file.setFormatter(PrintableFormatter('%(asctime)s %(levelname)s %(message)s'))
         self.file.setTarget(file)
         self.file.flush()
 
-    def info(self, text:str, shown:bool=True)->None: # one or several lines; False: only in the file
+    def info(self,
+        text:str, # one or several lines
+        shown:bool=True, # False: only in the file
+    )->None:
         "Writes something down, and shows it."
         self.file.handle(logging.makeLogRecord(dict(msg=text, levelname='INFO')))
         if shown and not self.quiet: _show(text)
@@ -198,16 +227,17 @@ class _Screen:
         now = self.now()
         report = step%self.every==0
         total = self.total
-        first,began = self.first = self.first or (step,now)
-        self.said = min(self.said, now)
+        self.first = self.first or (step,now)
+        first,began = self.first
+        self.reported = min(self.reported, now)
         pace = (now-began)/(step-first) if step>first else nan # seconds of an update
         left = pace*max((total or nan)-step, 0)
         if self.epochs and report:
             self.info(_minimind_line(metrics, step, total, self.epochs, pace))
-        elif not self.epochs and (report or step==first+10 or now-self.said>=_REPORT_S):
-            at = f'{step}/{total}' if total else f'{step}'
-            self.info(_report_line(metrics, at, left), shown=self.bar.disable)
-            self.said = now
+        elif not self.epochs and (report or step==first+10 or now-self.reported>=_REPORT_S):
+            done = f'{step}/{total}' if total else f'{step}'
+            self.info(_report_line(metrics, done, left), shown=self.bar.disable)
+            self.reported = now
         self.bar.total = total
         self.bar.set_postfix_str(', '.join(_progress(metrics, left)), refresh=False)
         with suppress(OSError):
@@ -225,8 +255,12 @@ class _Screen:
 EVAL_AXIS = '<lmms-eval-step>' # the figure against which `lmms_eval/*` is drawn
 
 class _Tracker:
-    "Sends figures to a service for as long as that works; `where` says where to."
-    def __init__(self, name:str, service:Callable[...,'_Service'], *about:Any): # as below; what it takes
+    "Sends figures to a service for as long as that works; `where` names the place."
+    def __init__(self,
+        name:str,
+        service:Callable[...,'_Service'], # opens it, see `_TRACKERS`
+        *about:Any, # what it takes
+    ):
         self.name = name
         self.failed = False
         self.where = ''
@@ -254,37 +288,47 @@ class _Tracker:
             for k,v in metrics.items()
             if not (v is None or isinstance(v, str))
         }
-        with self: self.failed or self.send(figures, step)
+        if self.failed: return
+        with self: self.send(figures, step)
 
     def close(self, failed:bool=False)->None: # whether the run ended with an error
         "Finishes, also after a failure."
-        with self: self.finish is None or self.finish(failed)
+        if self.finish is None: return
+        with self: self.finish(failed)
 
 # %% ../../nbs/09_core.logs.ipynb #04190b5d
-def wandb_mode(wandb:Any)->Any: # the module; 'online', 'offline', 'disabled' or what WANDB_MODE says
+def wandb_mode(
+    wandb:Any, # the module
+)->Any: # 'online', 'offline', 'disabled' or what WANDB_MODE says
     "Returns how wandb runs here, without asking anyone."
     mode = os.environ.get('WANDB_MODE')
     if mode: return mode
     try:
-        known = wandb.login(prompt=False, verify=False)
+        key = wandb.login(prompt=False, verify=False)
     except TypeError:
-        known = wandb.api.api_key # wandb before 0.31 always asks
-    return 'online' if known else 'offline'
+        key = wandb.api.api_key # wandb before 0.31 always prompts
+    return 'online' if key else 'offline'
 
 # %% ../../nbs/09_core.logs.ipynb #4eae6fa3
 def wandb_id(run_dir:str|Path)->str: # eight hexadecimal digits
-    "Returns the id under which wandb knows a run; it is made if there is none, or a damaged one."
+    "Returns the id of a run for wandb; it is made if there is none, or a damaged one."
     path = Path(run_dir)/WANDB_ID
-    known = path.read_bytes().strip() if path.is_file() else b''
-    if re.fullmatch(rb'[0-9a-f]{8}', known):
-        return known.decode()
+    text = path.read_bytes().strip() if path.is_file() else b''
+    if re.fullmatch(rb'[0-9a-f]{8}', text):
+        return text.decode()
     return write_atomic(path, secrets.token_hex(4)+'\n').read_text().strip()
 
 # %% ../../nbs/09_core.logs.ipynb #8a730c00
-_Service = tuple[Callable[[dict,int],Any],Callable[[bool],Any],str] # sends figures; finishes; where they go
+# what sends figures, what finishes, where they go
+_Service = tuple[Callable[[dict,int],Any],Callable[[bool],Any],str]
 
-def _open_wandb(run_dir:Path, config:dict={}, run_name:str|None=None, # directory and settings of the run
-    entity:str|None=None, project:str='nanoVLM')->_Service:
+def _open_wandb(
+    run_dir:Path, # directory of the run
+    config:dict={}, # its settings
+    run_name:str|None=None,
+    entity:str|None=None,
+    project:str='nanoVLM',
+)->_Service:
     "Begins or resumes a run of Weights & Biases, with its settings."
     import wandb
     mode = wandb_mode(wandb)
@@ -309,9 +353,13 @@ def _open_wandb(run_dir:Path, config:dict={}, run_name:str|None=None, # director
     )
 
 # %% ../../nbs/09_core.logs.ipynb #05a10023
-def _open_trackio(run_dir:Path, config:dict={}, run_name:str|None=None,
-    entity:str|None=None,
-    project:str='nanoVLM')->_Service: # see `_open_wandb`; there is no entity
+def _open_trackio(
+    run_dir:Path, # see `_open_wandb`
+    config:dict={},
+    run_name:str|None=None,
+    entity:str|None=None, # not used
+    project:str='nanoVLM',
+)->_Service:
     "Begins or resumes a run of trackio."
     import trackio
     name = f'{run_name}-{wandb_id(run_dir)}'
@@ -323,17 +371,20 @@ def _open_trackio(run_dir:Path, config:dict={}, run_name:str|None=None,
     )
 
 # %% ../../nbs/09_core.logs.ipynb #7e50b002
-def _open_tensorboard(run_dir:Path, *about:Any)->_Service: # see `_open_wandb`
+def _open_tensorboard(
+    run_dir:Path,
+    *about:Any, # what the other trackers take
+)->_Service:
     "Opens an event file with the first figures; what earlier starts wrote at later steps is left out."
     files:list[Any] = []
     def send(figures, step):
         if not files:
             from torch.utils.tensorboard import SummaryWriter
-            before = max([r['step'] for r in read_log(run_dir/LOG)[:-1]], default=-1) # without these
-            files.append(SummaryWriter(str(run_dir/TENSORBOARD), purge_step=before+1))
-        at = int(figures.pop(EVAL_AXIS, step)) # of a late evaluation, the step that it is of
+            last = max([r['step'] for r in read_log(run_dir/LOG)[:-1]], default=-1) # without these
+            files.append(SummaryWriter(str(run_dir/TENSORBOARD), purge_step=last+1))
+        position = int(figures.pop(EVAL_AXIS, step)) # of a late evaluation, the step that it is of
         for name,value in figures.items():
-            files[0].add_scalar(name, value, at)
+            files[0].add_scalar(name, value, position)
     return send,lambda failed: [f.close() for f in files],f'tensorboard --logdir {run_dir}'
 
 _TRACKERS:dict[str,Callable[...,_Service]] = dict(
@@ -344,9 +395,14 @@ _TRACKERS:dict[str,Callable[...,_Service]] = dict(
 class RunLog:
     "Where the figures of a run go: a file, the screen, trackers. Only the master writes."
     opened = False # whether the directory is written
-    def __init__(self, run_dir:str|Path, dist:Dist, # of the run, made if it is not there; this process
-        trackers:Iterable[str]=(), *about:Any, # keys of `_TRACKERS`; what they take beside the directory
-        opened:bool=True, **shown:Any): # False: nothing is written before `open`; what `_Screen` takes
+    def __init__(self,
+        run_dir:str|Path, # made if it is not there
+        dist:Dist, # this process
+        trackers:Iterable[str]=(), # keys of `_TRACKERS`
+        *about:Any, # what they take beside the directory
+        opened:bool=True, # False: nothing is written before `open`
+        **shown:Any # what `_Screen` takes
+    ):
         self.run_dir = Path(run_dir)
         self.trackers = [*trackers]
         self.about = about
@@ -361,7 +417,7 @@ class RunLog:
         if opened: self.open()
 
     def open(self)->None:
-        "Writes from now on, first what was said so far."
+        "Writes from now on, first the lines so far."
         self.opened = True
         if self.screen is None: return
         self.run_dir.mkdir(parents=True, exist_ok=True)
@@ -372,7 +428,10 @@ class RunLog:
             for name in self.trackers
         ]
 
-    def log(self, metrics:dict, step:int)->None: # by name; updates done
+    def log(self,
+        metrics:dict, # figures by name
+        step:int, # updates done
+    )->None:
         "Writes, shows and sends the figures of one step."
         for sink in self.sinks: sink.log(metrics, step)
 
@@ -410,7 +469,7 @@ class RunLog:
 
     def __enter__(self): return self
     def __exit__(self, kind, error, traceback):
-        refused = isinstance(error, UsageError) and not self.position # the command says it
+        refused = isinstance(error, UsageError) and not self.position # then the command shows it
         try:
             if self.screen and not refused and self.run_dir.is_dir():
                 self.screen.open()

@@ -28,7 +28,10 @@ def styled()->Iterator[None]: # a `with` block, or a decorator: `@styled()`
     with style.context('nanovlm_nb.figures'): yield
 
 # %% ../../nbs/08_core.plots.ipynb #15618f29
-def finished(fig:Figure, path:str|Path|None=None)->Figure: # where to save it; None: nowhere
+def finished(
+    fig:Figure,
+    path:str|Path|None=None, # where to save it; None: nowhere
+)->Figure:
     "Returns a figure, saved, or at least drawn: ticks take their style when they are first drawn."
     if path: fig.savefig(path)
     else: fig.draw_without_rendering()
@@ -53,7 +56,12 @@ _CURVES = {
     'gradient norm':'grad_norm'
 }
 
-def _draw(ax:Axes, records:list[dict], pattern:str, **look:Any)->None: # of names; see `plot`
+def _draw(
+    ax:Axes,
+    records:list[dict],
+    pattern:str, # of their names, a regular expression
+    **look:Any # as `plot` takes it
+)->None:
     "Draws figures over updates, with gaps where one was not finite."
     names = set[str]()
     for record in records:
@@ -71,8 +79,10 @@ def _draw(ax:Axes, records:list[dict], pattern:str, **look:Any)->None: # of name
 
 # %% ../../nbs/08_core.plots.ipynb #6046e937
 @styled()
-def plot_curves(records:Iterable[dict]|dict[str,list[dict]], # from `read_log`; of several runs, by name
-    path:str|Path|None=None)->Figure: # picture to write
+def plot_curves(
+    records:Iterable[dict]|dict[str,list[dict]], # from `read_log`; of several runs, by name
+    path:str|Path|None=None, # picture to write; None: none
+)->Figure:
     "Returns loss, learning rates and gradient norm over the updates of a run, or of several, as a figure."
     from matplotlib.figure import Figure
     runs = records if isinstance(records, dict) else {'':list(records)}
@@ -84,9 +94,9 @@ def plot_curves(records:Iterable[dict]|dict[str,list[dict]], # from `read_log`; 
             _draw(ax, lines, pattern, **look)
         ax.set(xlabel='step', ylabel=label)
         ax.locator_params(axis='x', nbins=3, integer=True) # the layout knows the last label's width
-        named = {line.get_label():line for line in ax.lines}
-        if named and (label=='loss' or not several): # above: nothing is hidden
-            ax.legend(named.values(), named, loc='lower left', bbox_to_anchor=(0, 1))
+        curves = {line.get_label():line for line in ax.lines}
+        if curves and (label=='loss' or not several): # above: nothing is hidden
+            ax.legend(curves.values(), curves, loc='lower left', bbox_to_anchor=(0, 1))
         if ax.lines and label!='gradient norm': log_axis(ax)
     require(
         any(ax.lines for ax in fig.axes),

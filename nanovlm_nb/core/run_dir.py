@@ -36,10 +36,15 @@ def fsync(path:Path)->None:
 # %% ../../nbs/01_core.run_dir.ipynb #a70f11c1
 TMP = '.nanovlm.tmp' # ends names of what is being written
 
-def write_atomic(path:str|Path, content:str|bytes, by:str='')->Path: # `by` sets writers of one file apart
+def write_atomic(
+    path:str|Path,
+    content:str|bytes,
+    by:str='', # sets the temporary files of several writers apart
+)->Path:
     "Replaces a file in one step, so that a reader, or a crash, sees the old content or the new one."
     path = Path(path)
-    tmp = path.with_name(f'{path.name}{by and "."}{by}{TMP}')
+    ending = f'.{by}{TMP}' if by else TMP
+    tmp = path.with_name(path.name+ending)
     tmp.unlink(missing_ok=True) # a killed process has left it; of a link this takes the link
     try:
         with tmp.open('xb') as file:
@@ -81,22 +86,26 @@ def remove(path:Path)->None:
         )
 
 # %% ../../nbs/01_core.run_dir.ipynb #b7c40a02
-# follow no link, wait for nobody at a pipe; Windows has neither
+# follow no link, do not wait at a pipe; Windows has neither flag
 _PLAIN = getattr(os, 'O_NOFOLLOW', 0)|getattr(os, 'O_NONBLOCK', 0)
 
 def check_plain(path:str|Path)->None: # in a run's directory; need not be there
     "Raises a UsageError if a name leads elsewhere: a link, a file with a second name, a pipe."
     with suppress(FileNotFoundError):
-        found = os.lstat(path)
-        is_file = stat.S_ISREG(found.st_mode)
-        kind = 'a link' if is_file or stat.S_ISLNK(found.st_mode) else 'neither a file nor a directory'
+        info = os.lstat(path)
+        is_file = stat.S_ISREG(info.st_mode)
+        kind = 'a link' if is_file or stat.S_ISLNK(info.st_mode) else 'neither a file nor a directory'
         require(
-            stat.S_ISDIR(found.st_mode) or is_file and found.st_nlink<2,
+            stat.S_ISDIR(info.st_mode) or is_file and info.st_nlink<2,
             f'{path} is {kind}, and a run '
             'writes only into files of its own: remove it or put a copy in its place'
         )
 
-def open_own(path:str|Path, mode:str, **how:Any)->Any: # as `open` takes them
+def open_own(
+    path:str|Path,
+    mode:str,
+    **how:Any # as `open` takes them
+)->Any: # the open file
     "Opens a file of a run, but nothing to which its name leads; see `check_plain`."
     check_plain(path)
     return open(
@@ -104,7 +113,10 @@ def open_own(path:str|Path, mode:str, **how:Any)->Any: # as `open` takes them
     )
 
 # %% ../../nbs/01_core.run_dir.ipynb #a10600d6
-def file_digest(path:str|Path, kind:Callable=hashlib.sha256)->str: # or `xxh3_128`; hexadecimal digits
+def file_digest(
+    path:str|Path,
+    kind:Callable=hashlib.sha256, # or `xxh3_128`
+)->str: # hexadecimal digits
     "Returns the digest of a file."
     digest = kind()
     with open(path, 'rb') as f:
@@ -113,7 +125,11 @@ def file_digest(path:str|Path, kind:Callable=hashlib.sha256)->str: # or `xxh3_12
     return digest.hexdigest()
 
 # %% ../../nbs/01_core.run_dir.ipynb #b9a94c78
-def file_digests(folder:Path, names:Iterable[str], kind:Callable=xxh3_128)->dict[str,str]: # name -> digest
+def file_digests(
+    folder:Path,
+    names:Iterable[str],
+    kind:Callable=xxh3_128, # or `hashlib.sha256`
+)->dict[str,str]: # name -> digest
     "Returns the digests of several files of a folder, which are read at once."
     names = [*names]
     with ThreadPoolExecutor(4) as pool:
@@ -127,8 +143,8 @@ MANIFEST = 'manifest.json' # lists the files of a directory: size and digest of 
 def file_sizes(folder:str|Path)->dict[str,int]: # name relative to `folder` -> bytes
     "Returns the files below a directory, without the manifest and files that vanish meanwhile."
     paths:list[Path] = []
-    for at,_,names in os.walk(folder):
-        paths += [Path(at)/name for name in names if name!=MANIFEST]
+    for directory,_,names in os.walk(folder):
+        paths += [Path(directory)/name for name in names if name!=MANIFEST]
     sizes = {}
     for path in sorted(paths):
         with suppress(FileNotFoundError):
@@ -136,8 +152,11 @@ def file_sizes(folder:str|Path)->dict[str,int]: # name relative to `folder` -> b
     return sizes
 
 # %% ../../nbs/01_core.run_dir.ipynb #b2f50b45
-def write_manifest(folder:str|Path, known:dict[str,str]={}, # digests that were computed already
-    deep:bool=True)->None: # False: leave out what lies in folders
+def write_manifest(
+    folder:str|Path,
+    known:dict[str,str]={}, # name -> digest, where it was computed already
+    deep:bool=True, # False: leave out what lies in folders
+)->None:
     "Lists the files of a directory."
     folder = Path(folder)
     sizes = {
@@ -169,32 +188,38 @@ READ_BY_LOADERS = ('.json','.safetensors','.jinja') # endings of files that chan
 TRAINER_STATE = 'trainer_state.json' # of a run, in its checkpoints
 NEEDED = ('config.json',TRAINER_STATE) # without these it is no checkpoint, whatever its manifest lists
 
-def missing_pieces(folder:Path, needs:Iterable[str]=NEEDED)->list[str]: # names that must be listed
+def missing_pieces(
+    folder:Path,
+    needs:Iterable[str]=NEEDED, # names that must be listed
+)->list[str]:
     "Returns what a directory lacks, nothing if all files are there in their sizes; no file is read."
     listed = _read_manifest(folder)
     if not listed: return [MANIFEST]
-    there = file_sizes(folder)
+    sizes = file_sizes(folder)
     missing = [name for name in needs if name not in listed]
     for name,(size,_) in listed.items():
-        if there.get(name)!=size:
-            missing.append(f'{name} ({there.get(name, 0)} instead of {size} bytes)')
+        if sizes.get(name)!=size:
+            missing.append(f'{name} ({sizes.get(name, 0)} instead of {size} bytes)')
     return missing
 
 # %% ../../nbs/01_core.run_dir.ipynb #d51562c8
-def _changed_files(folder:Path, deep:bool=True)->list[str]: # phrases; False: leave out what lies in folders
+def _changed_files(
+    folder:Path,
+    deep:bool=True, # False: leave out what lies in folders
+)->list[str]: # phrases
     "Returns which of the files that are there were changed, or added, since they were listed."
     listed = _read_manifest(folder)
-    there = [n for n in file_sizes(folder) if listed and (deep or '/' not in n)]
+    present = [n for n in file_sizes(folder) if listed and (deep or '/' not in n)]
     kind:Callable = xxh3_128
     if any(len(digest)==64 for _,digest in listed.values()):
         kind = hashlib.sha256
-    digests = file_digests(folder, [n for n in there if n in listed], kind)
+    digests = file_digests(folder, [n for n in present if n in listed], kind)
     changed = [
         f'{n} is not as it was written'
         for n,digest in digests.items()
         if digest!=listed[n][1]
     ]
-    added = [n for n in there if n not in listed and n.endswith(READ_BY_LOADERS)]
+    added = [n for n in present if n not in listed and n.endswith(READ_BY_LOADERS)]
     return [*changed, *(f'{n} is not in its manifest' for n in added)]
 
 # %% ../../nbs/01_core.run_dir.ipynb #d1200003
@@ -231,7 +256,10 @@ def own_parts_of(run_dir:Path)->list[str]: # none: the library made all
         return f.read().split()
 
 # %% ../../nbs/01_core.run_dir.ipynb #b5403ccb
-def read_log(path:str|Path, key:str='step')->list[dict]: # an integer that each record has
+def read_log(
+    path:str|Path,
+    key:str='step', # an integer that each record has
+)->list[dict]:
     "Returns the records of a log in order; lines that are not ours are skipped with a warning."
     lines = Path(path).read_bytes().split(b'\n')[:-1]
     records = []
@@ -239,18 +267,21 @@ def read_log(path:str|Path, key:str='step')->list[dict]: # an integer that each 
         with suppress(ValueError, LookupError, TypeError, RecursionError):
             record = json.loads(line)
             if type(record[key]) is int: records.append(record)
-    passed = len(lines)-len(records)
-    if passed:
-        several = 's' if passed>1 else ''
+    skipped = len(lines)-len(records)
+    if skipped:
+        several = 's' if skipped>1 else ''
         logging.getLogger('nanovlm_nb').warning(
-            '%s: %d line%s passed over, not ours or damaged', path, passed, several
+            '%s: %d line%s passed over, not ours or damaged', path, skipped, several
         )
     return records
 
 # %% ../../nbs/01_core.run_dir.ipynb #d1200009
 _STEP = re.compile(r'step_(0|[1-9]\d*)') # step_07 and the like are not ours
 
-def read_state(checkpoint:Path, needed:Iterable[str]=('step','data','configs'))->dict: # `trainer_state.json`
+def read_state(
+    checkpoint:Path,
+    needed:Iterable[str]=('step','data','configs'), # names that must be in it
+)->dict: # `trainer_state.json`
     "Returns the state of a run; a UsageError if the file holds something else."
     try:
         state = json.loads((Path(checkpoint)/TRAINER_STATE).read_text(encoding='utf-8'))
@@ -302,34 +333,43 @@ def checkpoints(run_dir:Path)->list[Path]: # the oldest step first
     return sorted((p for p in named if p.is_dir() and not p.is_symlink()), key=step_of)
 
 # %% ../../nbs/01_core.run_dir.ipynb #c0a7ec61
-def usable_checkpoint(run_dir:Path, thorough:bool=False)->tuple[Path|None,
-    dict[Path,str]]:
-    """Returns the newest checkpoint that can be used, or None, and what is wrong with those passed over.
-    `thorough` reads every file, as before a run resumes."""
-    passed = {}
+def usable_checkpoint(
+    run_dir:Path,
+    thorough:bool=False, # read every file, as before a run resumes
+)->tuple[Path|None,dict[Path,str]]:
+    "Returns the newest checkpoint that can be used, or None, and what is wrong with those passed over."
+    passed_over = {}
     for path in checkpoints(run_dir)[::-1]:
         wrong = damaged_pieces(path) if thorough else missing_pieces(path)
-        if not wrong: return path,passed
+        if not wrong: return path,passed_over
         kind = 'damaged, ' if thorough else 'not complete, it lacks '
-        passed[path] = kind+'; '.join(wrong)
-        logger.warning('%s is %s: passed over', path, passed[path])
-    return None,passed
+        passed_over[path] = kind+'; '.join(wrong)
+        logger.warning('%s is %s: passed over', path, passed_over[path])
+    return None,passed_over
 
 # %% ../../nbs/01_core.run_dir.ipynb #d2678d19
 def last_checkpoint(run_dir:Path)->Path|None: # None: there is no complete one
     "Returns the current checkpoint of a run, see `usable_checkpoint`."
-    return usable_checkpoint(run_dir)[0]
+    checkpoint,_ = usable_checkpoint(run_dir)
+    return checkpoint
 
 # %% ../../nbs/01_core.run_dir.ipynb #b2459248
-def write_pointer(run_dir:Path, name:str, target:Path|None)->None: # `LAST` or `BEST`; a checkpoint there
-    "Lets the file `name` name a checkpoint; without a checkpoint the file is removed."
+def write_pointer(
+    run_dir:Path,
+    name:str, # `LAST` or `BEST`
+    target:Path|None, # a checkpoint there; None: remove the file
+)->None:
+    "Lets the file `name` name a checkpoint."
     if target:
         write_atomic(Path(run_dir)/name, f'{target.name}\n')
     else:
         (Path(run_dir)/name).unlink(missing_ok=True)
 
 # %% ../../nbs/01_core.run_dir.ipynb #42edffd9
-def read_pointer(run_dir:Path, name:str=LAST)->Path|None: # None: there is no such file, or it names nothing
+def read_pointer(
+    run_dir:Path,
+    name:str=LAST, # `LAST` or `BEST`
+)->Path|None: # None: there is no such file, or it names nothing
     "Returns the checkpoint that the file `name` names."
     file = Path(run_dir)/name
     text = file.read_text(encoding='utf-8', errors='replace').strip() if file.is_file() else ''
@@ -340,7 +380,10 @@ def read_pointer(run_dir:Path, name:str=LAST)->Path|None: # None: there is no su
     return None
 
 # %% ../../nbs/01_core.run_dir.ipynb #c48eb973
-def best_kept(run_dir:Path, state:dict)->tuple[float,int|None]: # `trainer_state.json` of the current one
+def best_kept(
+    run_dir:Path,
+    state:dict, # `trainer_state.json` of the current checkpoint
+)->tuple[float,int|None]:
     """Returns the lowest loss or judgement of a run, and its step, if that checkpoint is still there;
     else infinity and None."""
     step = state.get('best_step')
@@ -353,16 +396,20 @@ def todo_of(checkpoint:Path)->Path: # need not be there
     return Path(checkpoint).parent/RESULTS/f'{Path(checkpoint).name}.todo'
 
 # %% ../../nbs/01_core.run_dir.ipynb #3d8a5f60
+def _abandoned(run_dir):
+    "Number and path of all that is called `abandoned_N`, by number."
+    paths = [p for p in Path(run_dir).glob('abandoned_*') if p.name[10:].isdecimal()]
+    return sorted((int(p.name[10:]),p) for p in paths) # what follows `abandoned_`
+
 def abandoned(run_dir:Path)->list[Path]: # the oldest first
     "Returns the `abandoned_N` directories: what was set aside, one directory each time."
-    named = [p for p in Path(run_dir).glob('abandoned_*') if p.name[10:].isdecimal()]
-    return sorted(
-        (p for p in named if p.is_dir() and not p.is_symlink()),
-        key=lambda p: int(p.name[10:])
-    )
+    return [p for _,p in _abandoned(run_dir) if p.is_dir() and not p.is_symlink()]
 
 # %% ../../nbs/01_core.run_dir.ipynb #8b0dc2fb
-def is_own(run_dir:Path, checkpoint:Path|None)->bool: # None: there is none, which is not
+def is_own(
+    run_dir:Path,
+    checkpoint:Path|None, # None: there is none, so it does not
+)->bool:
     "Returns whether a checkpoint lies in a run's directory."
     return checkpoint is not None and Path(checkpoint).resolve().parent==Path(run_dir).resolve()
 
@@ -374,7 +421,10 @@ def run_of(path:str|Path)->Path: # a checkpoint or a run; need not be there
     return run.parent if run.name.startswith('abandoned_') else run
 
 # %% ../../nbs/01_core.run_dir.ipynb #fc0af26d
-def left_behind(run_dir:Path, checkpoint:Path|None)->list[Path]: # one of its own; None: its beginning
+def left_behind(
+    run_dir:Path,
+    checkpoint:Path|None, # one of its own; None: the beginning of the run
+)->list[Path]:
     "Returns the checkpoints that a run leaves behind when it resumes from this one, the oldest step first."
     newer = [
         p
@@ -389,15 +439,14 @@ ASIDE = f'abandoned{TMP}' # gets what is set aside, until all of it is there
 
 def abandoned_folder(run_dir:Path)->Path: # is not there
     "Returns the next `abandoned_N`; nothing is mixed with what lies under such a name."
-    numbers = [
-        int(p.name[10:])
-        for p in Path(run_dir).glob('abandoned_*')
-        if p.name[10:].isdecimal()
-    ]
+    numbers = [number for number,_ in _abandoned(run_dir)]
     return Path(run_dir)/f'abandoned_{max(numbers, default=0)+1}'
 
 # %% ../../nbs/01_core.run_dir.ipynb #5e7a51de
-def set_aside(run_dir:Path, checkpoint:Path|None)->Path|None: # where they are now; None: nothing is newer
+def set_aside(
+    run_dir:Path,
+    checkpoint:Path|None, # one of its own; None: the beginning of the run
+)->Path|None: # where the newer ones are now; None: there are none
     "Makes a checkpoint the current one of a run that no other process writes."
     newer = left_behind(run_dir, checkpoint)
     folder = Path(run_dir)/ASIDE # a killed start may have begun to fill it
@@ -433,8 +482,8 @@ def why_kept(folder:Path)->str: # empty: a run has made all of it
 def written(checkpoint:Path)->float: # seconds since 1970
     "Returns when a checkpoint was completed, or last changed if it never was."
     manifest = checkpoint/MANIFEST
-    place = manifest if manifest.is_file() else checkpoint
-    return place.stat().st_mtime
+    latest = manifest if manifest.is_file() else checkpoint
+    return latest.stat().st_mtime
 
 # %% ../../nbs/01_core.run_dir.ipynb #23213f51
 def _delete_old(run_dir:Path, old:list[Path])->list[Path]: # what was deleted
@@ -449,7 +498,10 @@ def _delete_old(run_dir:Path, old:list[Path])->list[Path]: # what was deleted
     return old
 
 # %% ../../nbs/01_core.run_dir.ipynb #54260fc7
-def prune(run_dir:Path, keep:int)->list[Path]: # newest checkpoints that stay, -1: all; what was deleted
+def prune(
+    run_dir:Path,
+    keep:int, # newest checkpoints that stay; -1: all
+)->list[Path]: # what was deleted
     "Deletes old checkpoints."
     last = last_checkpoint(run_dir)
     if keep==-1 or last is None: return []
@@ -458,7 +510,10 @@ def prune(run_dir:Path, keep:int)->list[Path]: # newest checkpoints that stay, -
     )
 
 # %% ../../nbs/01_core.run_dir.ipynb #6c0e7d25
-def prune_older(run_dir:Path, days:float=7.)->list[Path]: # age
+def prune_older(
+    run_dir:Path,
+    days:float=7., # age from which they go
+)->list[Path]:
     "Deletes checkpoints that were written long ago; returns them."
     then = time.time()-86400*days
     old = []
@@ -467,7 +522,10 @@ def prune_older(run_dir:Path, days:float=7.)->list[Path]: # age
     return _delete_old(run_dir, old)
 
 # %% ../../nbs/01_core.run_dir.ipynb #04a11c03
-def lock_file(file, shared:bool=False)->bool|None: # `shared`: only look; None: nobody can lock it
+def lock_file(
+    file,
+    shared:bool=False, # only look whether another process has it
+)->bool|None: # None: it cannot be locked here
     "Locks an open file until it is closed or the process ends; returns False if another process has."
     try:
         import fcntl # which Windows lacks
@@ -492,8 +550,8 @@ def holder(run_dir:Path)->str: # empty: no process holds it
 # %% ../../nbs/01_core.run_dir.ipynb #8d2f6e01
 _WAIT_S = 10. # seconds to wait for the process that holds a directory
 
-def _is_at(path, file):
-    "Whether the name still means this file."
+def _still_names(path, file):
+    "Whether the path still names this open file."
     with suppress(OSError):
         return os.path.samefile(path, file.fileno())
 
@@ -502,7 +560,7 @@ def _locked(path): # None: another process has locked it
     with user_path():
         path.parent.mkdir(parents=True, exist_ok=True)
         file = open_own(path, 'a+b', buffering=0)
-    if lock_file(file) is not False and _is_at(path, file):
+    if lock_file(file) is not False and _still_names(path, file):
         return file
     file.close()
 
@@ -529,7 +587,7 @@ def run_lock(run_dir:Path)->Iterator[None]: # made if need be
         yield
     finally:
         with suppress(OSError):
-            if _is_at(path, file): path.unlink()
+            if _still_names(path, file): path.unlink()
         file.close()
 
 # %% ../../nbs/01_core.run_dir.ipynb #b7c40a08
@@ -537,10 +595,10 @@ def check_run_dir(run_dir:Path)->None: # need not be there
     "Raises a UsageError that names what leads out of a run's directory, see `check_plain`."
     run_dir = Path(run_dir)
     features = run_dir/FEATURE_CACHE
-    aside = re.compile(rf'{_STEP.pattern}|abandoned_\d+')
+    not_written = re.compile(rf'{_STEP.pattern}|abandoned_\d+')
     for folder in (run_dir, run_dir/RESULTS, features, *features.glob('*')):
         for path in folder.glob('*'):
-            if folder!=run_dir or not aside.fullmatch(path.name):
+            if folder!=run_dir or not not_written.fullmatch(path.name):
                 check_plain(path)
 
 # what a run replaces, and no other program's files may be called
@@ -563,7 +621,10 @@ _REPLACED = (
     'samples.png'
 )
 
-def check_new(run_dir:Path, config:str|Path|None=None)->None: # need not be there; the user's own settings
+def check_new(
+    run_dir:Path, # need not be there
+    config:str|Path|None=None, # the user's own settings, which may lie there
+)->None:
     "Raises a UsageError that names a file which a run would replace, of a directory in which none has begun."
     if (run_dir/STATUS).is_file() or checkpoints(run_dir):
         return
@@ -574,12 +635,16 @@ def check_new(run_dir:Path, config:str|Path|None=None)->None: # need not be ther
             'move it elsewhere, or give another run_name'
         )
 
-def check_way(run_dir:Path, checkpoint:Path|None, last:float)->None: # one of its own; the last update
+def check_way(
+    run_dir:Path,
+    checkpoint:Path|None, # one of its own; None: the beginning of the run
+    last:float, # number of the last update
+)->None:
     "Raises a UsageError that names what stands where a run will write a checkpoint, and is not of a run."
-    begin = -1 if checkpoint is None else step_of(checkpoint)
-    ours = left_behind(run_dir, checkpoint) # will be set aside
+    first = -1 if checkpoint is None else step_of(checkpoint)
+    moved = left_behind(run_dir, checkpoint) # will be set aside
     for path in Path(run_dir).glob('step_*'):
-        if path in ours or not _STEP.fullmatch(path.name) or not begin<step_of(path)<=last:
+        if path in moved or not _STEP.fullmatch(path.name) or not first<step_of(path)<=last:
             continue
         is_empty = not path.is_symlink() and path.is_dir() and not any(path.iterdir())
         require(
@@ -612,26 +677,26 @@ def last_written(run_dir:Path)->float: # seconds since 1970
 
 def runs_in(folder:str|Path)->list[Path]: # may not be there
     "Returns the directories of runs in a folder, the newest first."
-    found = [path.parent for path in Path(folder).glob(f'*/{CONFIG}') if path.is_file()]
-    return sorted(found, key=last_written, reverse=True)
+    runs = [path.parent for path in Path(folder).glob(f'*/{CONFIG}') if path.is_file()]
+    return sorted(runs, key=last_written, reverse=True)
 
 def newest_run(folder:str|Path='checkpoints')->Path:
     "Returns the run in a folder that was written to last and has a complete checkpoint."
-    found = (run_dir for run_dir in runs_in(folder) if last_checkpoint(run_dir))
-    newest = next(found, None)
+    trained = (run_dir for run_dir in runs_in(folder) if last_checkpoint(run_dir))
+    newest = next(trained, None)
     if newest: return newest
     raise MissingFile(f'there is no trained run in {folder}: name a checkpoint, or train one first')
 
 # %% ../../nbs/01_core.run_dir.ipynb #9bf8aa62
 def read_example(checkpoint:str|Path)->tuple[Path,str,str]: # a run, or a checkpoint in it
     "Returns picture, question and right answer that a run keeps."
-    places = Path(checkpoint),Path(checkpoint).absolute().parent
-    place = next((place for place in places if (place/EXAMPLE).is_file()), None)
-    if place is None:
+    folders = Path(checkpoint),Path(checkpoint).absolute().parent
+    folder = next((folder for folder in folders if (folder/EXAMPLE).is_file()), None)
+    if folder is None:
         raise MissingFile(f'{checkpoint} keeps no picture to ask about: '
             'give --image PICTURE and --prompt QUESTION, or --page to ask in the browser')
     try:
-        said = json.loads((place/EXAMPLE).read_text(encoding='utf-8'))
-        return place/EXAMPLE_PICTURE,str(said['question']),str(said['answer'])
+        example = json.loads((folder/EXAMPLE).read_text(encoding='utf-8'))
+        return folder/EXAMPLE_PICTURE,str(example['question']),str(example['answer'])
     except (ValueError, LookupError, TypeError, RecursionError) as e:
-        raise UsageError(f'{place/EXAMPLE} is damaged: give --image and --prompt') from e
+        raise UsageError(f'{folder/EXAMPLE} is damaged: give --image and --prompt') from e

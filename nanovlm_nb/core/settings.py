@@ -26,12 +26,14 @@ from .config import TrainConfig,VLMConfig
 # %% ../../nbs/04_core.settings.ipynb #12e1b890
 def save_yaml(path:str|Path, vlm_cfg:VLMConfig, train_cfg:TrainConfig)->None:
     """Writes all fields of both configurations, and replaces a file in one step.
-    Fields of a script's own classes are left out: it adds them each time."""
+    Fields of a script's own classes are left out, and what follows from them: it adds them each time."""
     sections:dict = {}
     for name,cfg in (('vlm',vlm_cfg),('train',train_cfg)):
         sections[name] = {
             field:value for field,value in cfg.to_dict().items() if field in FIELDS
         }
+    if type(vlm_cfg) is not VLMConfig:
+        for field in vlm_cfg.derived(): sections['vlm'].pop(field)
     tokens = sections['vlm']['vlm_extra_tokens']
     sections['vlm']['vlm_extra_tokens'] = [
         {name:token} for name,token in tokens.items()
@@ -52,8 +54,11 @@ def _in_order(tokens:Any)->Any: # `vlm_extra_tokens` as a YAML file has it
     return {name:token for name,token in usual.items() if name in tokens}
 
 # %% ../../nbs/04_core.settings.ipynb #705f2e54
-def read_yaml(text:str|bytes, name:str|Path)->Any: # of a file, or a flag
-    "Returns what YAML says, or raises a UsageError that names the file."
+def read_yaml(
+    text:str|bytes,
+    name:str|Path, # of a file or of a flag, for the message
+)->Any:
+    "Returns the values of a YAML text; a UsageError if it is none."
     try:
         return yaml.safe_load(text)
     except RecursionError:
@@ -62,8 +67,11 @@ def read_yaml(text:str|bytes, name:str|Path)->Any: # of a file, or a flag
         why = ' '.join(str(e).split()) # a ValueError is a wrong date
     raise UsageError(f'{name} is no YAML: {why}')
 
-def read_sections(path:str|Path, remedy:str)->dict:
-    "Returns the sections of a YAML file; `remedy` ends the message: what to write instead."
+def read_sections(
+    path:str|Path,
+    remedy:str, # ends the message: what to write instead
+)->dict:
+    "Returns the sections of a YAML file."
     with user_path(): text = Path(path).read_bytes()
     sections = read_yaml(text, path) or {}
     require(isinstance(sections, dict), f'{path} holds no sections: {remedy}')
@@ -79,8 +87,8 @@ TRUSTED:dict[str,tuple] = dict(
     hf_repo_name=(None, '', VLMConfig.hf_repo_name),
     tracker=('auto', 'none', 'tensorboard'),
     wandb_entity=(None, TrainConfig.wandb_entity),
-    wandb_project=(TrainConfig.wandb_project, 'nanovlm_classify')
-) # that of a classifier, too
+    wandb_project=(TrainConfig.wandb_project, 'nanovlm_classify') # the second: of a classifier
+)
 
 def trust_flags(values:dict)->list[str]: # settings of a run
     "Returns what has to be typed again with each command that goes on with a run: `--lr_schedule mine:rate`."
@@ -93,20 +101,25 @@ def trust_flags(values:dict)->list[str]: # settings of a run
     return words
 
 # %% ../../nbs/04_core.settings.ipynb #28b26c75
-def _of_run(path):
+def _comes_with_run(path):
     "Whether a file comes with a run: by its name, or because it lies in a run's directory, or one below."
     if Path(path).name in (CONFIG,TRAINER_STATE): return True
     folders = Path(path).absolute().parents[:2]
     return any(
-        checkpoints(p) or (p/CONFIG).is_file() and (p/STATUS).is_file() for p in folders
+        checkpoints(folder) or (folder/CONFIG).is_file() and (folder/STATUS).is_file()
+        for folder in folders
     )
 
-def check_trust(path:str|Path, values:dict, given:Iterable[str])->None:
+def check_trust(
+    path:str|Path,
+    values:dict, # settings in the file
+    given:Iterable[str], # names of settings that the user gives
+)->None:
     """Raises a UsageError where a file of a run names code, or where results are sent, and the user has not
-    named it again. `values` are its settings, `given` the names of those that the user gives."""
+    named it again."""
     again = trust_flags({n:v for n,v in values.items() if n not in given})
     require(
-        not again or not _of_run(path),
+        not again or not _comes_with_run(path),
         f'{path} names code, or where results are sent, and files of a '
         f'run are read as data alone: add {" ".join(again)} if you trust it'
     )
@@ -123,11 +136,11 @@ def _read_yaml(path, given):
         f'{path}: `vlm` and `train` hold lines of the form `field: value`'
     )
     known = []
-    there = []
+    written = []
     for section,cls in (('vlm',VLMConfig),('train',TrainConfig)):
         known += [f'{section}.{name}' for name in cls.__dataclass_fields__]
-        there += [f'{section}.{name}' for name in of_class[section]]
-    check_known(there, known, f'key in {path}')
+        written += [f'{section}.{name}' for name in of_class[section]]
+    check_known(written, known, f'key in {path}')
     values = of_class['vlm']|of_class['train']
     if 'vlm_extra_tokens' in values:
         values['vlm_extra_tokens'] = _in_order(values['vlm_extra_tokens'])
@@ -140,20 +153,22 @@ def _read_yaml(path, given):
     return sections.get('preset'),values|(given or {})
 
 # %% ../../nbs/04_core.settings.ipynb #5fb55ce3
-def load_yaml(path:str|Path, name:str|None=None, given:dict|None={})->tuple[VLMConfig,
-    TrainConfig]:
-    """Returns the configurations that a file describes, over the preset that it names, or `name`.
-    `given` is in place of what the file says, and names again what a run's file may not;
-    None: only to look."""
-    inside,values = _read_yaml(path, given)
+def load_yaml(
+    path:str|Path,
+    name:str|None=None, # preset, in place of the one that the file names
+    given:dict|None={}, # by field, in place of what the file says; None: only to look
+)->tuple[VLMConfig,TrainConfig]:
+    """Returns the configurations that a file describes, over a preset.
+    `given` names again what a run's file may not."""
+    its_preset,values = _read_yaml(path, given)
     try:
-        return change(*preset(name or inside or 'shapes'), values)
+        return change(*preset(name or its_preset or 'shapes'), values)
     except UsageError as e:
         raise UsageError(f'{path}: {e}') from e
 
 # %% ../../nbs/04_core.settings.ipynb #f1257023
-# fields that say where a start looks, as they are when nothing is given
-_WHERE = {
+# fields on which the place of a run depends, with their defaults
+_START = {
     n:FIELDS[n].default
     for n in (
         'run_name',
@@ -167,51 +182,59 @@ _WHERE = {
 def _beside(checkpoint, name, resume):
     "The directory of a run that begins with a checkpoint of nanoVLM's kind."
     folders = [checkpoint, *checkpoint.parents[:2], Path(VLMConfig.vlm_checkpoint_path)]
-    begun = next((f/name for f in folders if resume and checkpoints(f/name)), None)
-    if begun: return begun
-    made = next((p for p in folders[:2] if (p/CONFIG).is_file()), None) # a run
-    return (made.parent if made else folders[-1])/name
+    started = next((f/name for f in folders if resume and checkpoints(f/name)), None)
+    if started: return started
+    of_run = next((p for p in folders[:2] if (p/CONFIG).is_file()), None) # a run
+    return (of_run.parent if of_run else folders[-1])/name
 
-def run_path(vlm_checkpoint_path:str, run_name:str|None=None, resume:bool=False,
+def run_path(
+    vlm_checkpoint_path:str,
+    run_name:str|None=None,
+    resume:bool=False,
     load_from:str|None=None,
-    resume_from_vlm_checkpoint:bool=False, **others)->Path|None: # `others` are not looked at
-    "Returns the directory of the run that some settings name; None: a new one that has no name yet."
+    resume_from_vlm_checkpoint:bool=False,
+    **others # not used
+)->Path|None: # None: a new run that has no name yet
+    "Returns the directory of the run that some settings name."
     if not run_name:
         return run_of(load_from) if resume and load_from else None
     folder = Path(vlm_checkpoint_path)
     return _beside(folder, run_name, resume) if resume_from_vlm_checkpoint else folder/run_name
 
 # %% ../../nbs/04_core.settings.ipynb #f1257028
-def _own_settings(named:dict)->tuple[Path,VLMConfig,TrainConfig]|None: # fields given; None: begin anew
+def _own_settings(
+    named:dict, # fields that were given
+)->tuple[Path,VLMConfig,TrainConfig]|None: # None: a new run begins
     "Returns the settings of the run that a start with `resume` goes on with, and where they were read."
-    where:dict = _WHERE.copy()
+    start:dict = _START.copy()
     for name,value in named.items():
-        if name in _WHERE:
-            where[name] = str(value) if isinstance(value, Path) else value
-    run = run_path(**where)
-    if where['resume'] is not True or run is None: return None
+        if name in _START:
+            start[name] = str(value) if isinstance(value, Path) else value
+    run = run_path(**start)
+    if start['resume'] is not True or run is None: return None
     complete = [p for p in checkpoints(run) if not missing_pieces(p)]
     if not complete: return None
-    place = run/CONFIG
-    if place.is_file():
-        vlm,train = load_yaml(place, given=None)
+    source = run/CONFIG
+    if source.is_file():
+        vlm,train = load_yaml(source, given=None)
     else: # the checkpoint was copied here
-        place = complete[-1]/TRAINER_STATE
+        source = complete[-1]/TRAINER_STATE
         configs = read_state(complete[-1], ['configs'])['configs']
         vlm,train = preset('shapes')
-        usual = vlm.to_dict()|train.to_dict()
+        defaults = vlm.to_dict()|train.to_dict()
         values = configs['vlm']|configs['train']
-        changes = {n:values[n] for n in FIELDS if values.get(n, usual[n])!=usual[n]}
+        changes = {n:values[n] for n in FIELDS if values.get(n, defaults[n])!=defaults[n]}
         vlm,train = change(vlm, train, changes)
-    check_trust(place, vlm.to_dict()|train.to_dict(), named)
-    return place,*change(vlm, train, _WHERE)
+    check_trust(source, vlm.to_dict()|train.to_dict(), named)
+    return source,*change(vlm, train, _START)
 
 # %% ../../nbs/04_core.settings.ipynb #31d706c5
 def _from_text(text:str, kind:Any)->Any:
     "Converts a command-line word to what `as_type` expects for this annotation."
     if NoneType in get_args(kind) and text in ('None','none','null'):
         return None
-    if rule_of(kind)[0] not in (bool,dict) or not text.strip():
+    base,*_ = rule_of(kind)
+    if base not in (bool,dict) or not text.strip():
         return text
     try: return read_yaml(text, 'the flag')
     except UsageError: return text # which its kind refuses
@@ -219,7 +242,7 @@ def _from_text(text:str, kind:Any)->Any:
 # %% ../../nbs/04_core.settings.ipynb #fb59a078
 def _add_field(group, f, default, help):
     "Adds the flag of a field, and a twin for what is true by default."
-    base = rule_of(f.type)[0]
+    base,*_ = rule_of(f.type)
     choices = get_args(f.type) if get_origin(f.type) is Literal else ()
     if len(str(default))>=100:
         default = SUPPRESS # the template and the tokens would fill the screen
@@ -250,8 +273,10 @@ def _underscored(word):
     name = word.partition('=')[0]
     return word.replace(name, '--'+name[2:].replace('-', '_'), 1) if name.startswith('--') else word
 
-def help_flag(words:Iterable[str])->str: # of a command line; '' if none asks for the help
-    "Returns the flag that asks for the help, `--help_all` before others."
+def help_flag(
+    words:Iterable[str], # of a command line
+)->str: # '': there is none
+    "Returns the help flag among the words, the longest: `--help_all` before others."
     return max(
         {*map(_underscored, words)}&{'-h','--help','--help_all'}, key=len, default=''
     )
@@ -261,11 +286,11 @@ def check_run(path:str|Path)->Path:
     "Returns the path of a run's directory; a UsageError if it is none."
     path = Path(path)
     run = path.resolve().parent
-    inside = (path/'config.json').is_file() and (run/CONFIG).is_file()
+    is_checkpoint = (path/'config.json').is_file() and (run/CONFIG).is_file()
     require(
         (path/CONFIG).is_file(),
         f'{path} is a checkpoint: give its run, {run}'
-        if inside
+        if is_checkpoint
         else f'{path} holds no {CONFIG}: give the directory of a run'
     )
     return path
@@ -273,10 +298,10 @@ def check_run(path:str|Path)->Path:
 # %% ../../nbs/04_core.settings.ipynb #974a2953
 def _combined(name, config, given):
     "What preset, file and flags make together: the file of a run that goes on, or None, the model, the run."
-    inside,named = _read_yaml(config, given) if config is not None else (None,given)
+    its_preset,named = _read_yaml(config, given) if config is not None else (None,given)
     source,vlm,train = _own_settings(named) or (
         None,
-        *preset(name or inside or 'shapes')
+        *preset(name or its_preset or 'shapes')
     )
     vlm,train = change(vlm, train, named)
     check_configs(vlm, train)
@@ -290,9 +315,13 @@ def _combined(name, config, given):
 class SettingsParser(Parser):
     """Has a flag for each field, `--preset` and `--config`, and makes configurations of their values.
     The help shows the values of the preset shapes, and only the common fields, unless --help_all is given."""
-    def __init__(self, prog:str='nanovlm train', usage:str='[CONFIG.yaml] ',
-        takes_run:bool=False,
-        shown:str='--help', **kwargs): # as from `help_flag`; '': no texts, in a quarter of the time
+    def __init__(self,
+        prog:str='nanovlm train',
+        usage:str='[CONFIG.yaml] ',
+        takes_run:bool=False, # the first word may be the directory of a run
+        shown:str='--help', # as from `help_flag`; '': no texts, in a quarter of the time
+        **kwargs
+    ):
         super().__init__(
             prog,
             f'%(prog)s {usage}[--preset NAME] [--FIELD VALUE ...]',
@@ -328,16 +357,22 @@ class SettingsParser(Parser):
         values,rest = self.parse_known_args(
             words, Namespace(**dict.fromkeys(FIELDS, MISSING))
         )
-        found = {name:vars(values).pop(name) for name in FIELDS}
-        given = {name:value for name,value in found.items() if value is not MISSING}
-        first = Path(rest[0]) if rest else Path('none')
+        by_field = {name:vars(values).pop(name) for name in FIELDS}
+        given = {name:value for name,value in by_field.items() if value is not MISSING}
+        first = Path(rest[0]) if rest else Path('none') # which is no file
         values.run_dir = None
+        file = None
         if self.takes_run and first.is_dir():
             values.run_dir = check_run(rest.pop(0))
-            values.config = str(first/CONFIG)
+            file = first/CONFIG
         elif first.suffix in ('.yaml','.yml'):
-            values.config = values.config or str(first)
-            del rest[0]
+            file = Path(rest.pop(0))
+        if file:
+            require(
+                values.config in (None,str(file)),
+                f'two files of settings, {file} and {values.config}: give one of them'
+            )
+            values.config = str(file)
         require(
             not (first/CONFIG).is_file() or values.run_dir,
             f'`{first}` belongs to no flag: give --config {first/CONFIG}'

@@ -18,7 +18,10 @@ from .config import VLMConfig
 # %% ../../nbs/10_core.tokenizer.ipynb #48e75a4b
 SPECIAL_TOKENS = ('<|endoftext|>', '<|im_start|>', '<|im_end|>') # ids 0, 1, 2, as in SmolLM2
 
-def train_bpe(texts:list[str], vocab_size:int)->Tokenizer: # at most, special tokens included
+def train_bpe(
+    texts:list[str],
+    vocab_size:int, # at most so many tokens, special ones included
+)->Tokenizer:
     "Returns a bare tokenizer whose byte-level BPE vocabulary was learned from texts; digits stay single."
     least = len(SPECIAL_TOKENS)+256
     require(
@@ -45,11 +48,13 @@ def train_bpe(texts:list[str], vocab_size:int)->Tokenizer: # at most, special to
     return tok
 
 # %% ../../nbs/10_core.tokenizer.ipynb #5ee5992e
-def train_tokenizer(texts:list[str], vocab_size:int, # at most, without the extra tokens
-    extra_special_tokens:dict[str,str]|None=None,
-    chat_template:str|None=None)->PreTrainedTokenizerBase:
-    """Returns a small byte-level BPE tokenizer with SmolLM2's special tokens, as `get_tokenizer` returns one;
-    extra tokens and template are given alike."""
+def train_tokenizer(
+    texts:list[str],
+    vocab_size:int, # at most so many tokens, without the extra ones
+    extra_special_tokens:dict[str,str]|None=None, # see `get_tokenizer`
+    chat_template:str|None=None, # likewise
+)->PreTrainedTokenizerBase:
+    "Returns a small byte-level BPE tokenizer with SmolLM2's special tokens, as `get_tokenizer` returns one."
     end,bos,eos = SPECIAL_TOKENS
     return PreTrainedTokenizerFast(
         tokenizer_object=train_bpe(texts, vocab_size),
@@ -75,9 +80,11 @@ def _extras(tokens, chat_template):
 # a template that writes today's date would train on other tokens tomorrow
 _TODAY = '{% macro strftime_now(format) %}26 Jul 2024{% endmacro %}'
 
-def get_tokenizer(name:str, # a hub id, or a directory with `tokenizer.json`
+def get_tokenizer(
+    name:str, # a hub id, or a directory with `tokenizer.json`
     extra_special_tokens:dict[str,str]|None=None, # attribute -> token text, added after the base vocabulary
-    chat_template:str|None=None)->PreTrainedTokenizerBase: # Jinja, from messages to one text; None: its own
+    chat_template:str|None=None, # Jinja, from messages to one text; None: its own
+)->PreTrainedTokenizerBase:
     "Returns a tokenizer with the extra tokens as attributes: `image_token`, `image_token_id`, `r1c1`, ..."
     from transformers import AutoTokenizer # knows every model there is: a second to import
     how = dict(use_fast=True, trust_remote_code=False)|_extras(
@@ -112,18 +119,18 @@ def save_tokenizer(tokenizer:PreTrainedTokenizerBase, folder:str|Path)->None:
     config = json.loads(file.read_text(encoding='utf-8'))
     usual = {*PreTrainedTokenizerBase.SPECIAL_TOKENS_ATTRIBUTES}
     named = {k:str(t) for k,t in tokenizer.special_tokens_map.items() if k not in usual}
-    both = dict(
+    for_both = dict( # versions of transformers
         tokenizer_class='PreTrainedTokenizerFast',
         model_input_names=['input_ids','attention_mask'],
         extra_special_tokens=named
     )
     unnamed = config.get('extra_special_tokens')
     if isinstance(unnamed, list):
-        both['additional_special_tokens'] = unnamed
-    for here in ('is_local','local_files_only'):
-        config.pop(here, None) # of this machine
+        for_both['additional_special_tokens'] = unnamed
+    for local in ('is_local','local_files_only'):
+        config.pop(local, None) # of this machine
     file.write_text(
-        json.dumps(config|both, indent=2, ensure_ascii=False)+'\n', encoding='utf-8'
+        json.dumps(config|for_both, indent=2, ensure_ascii=False)+'\n', encoding='utf-8'
     )
 
 # %% ../../nbs/10_core.tokenizer.ipynb #c20758a8
@@ -139,17 +146,19 @@ def check_tokenizer(tokenizer:PreTrainedTokenizerBase, vlm_cfg:VLMConfig)->None:
     )
     ids = {name:getattr(tokenizer, f'{name}_id', None) for name in extra}
     for i,(name,token) in enumerate(extra.items(), base):
-        got = ids[name]
+        its_id = ids[name]
         require(
-            got is not None,
+            its_id is not None,
             f'the tokenizer lacks {name} ({token}): pass it vlm_extra_tokens'
         )
-        require(got==i or {*ids.values()}!={*range(base, base+len(extra))},
-            f'the tokenizer has {token} at '
-            f'id {got}, the model expects {i}: write vlm_extra_tokens as a list in the order of their ids, '
-            f'{", ".join(sorted(ids, key=lambda name: ids[name] or 0)[:3])}, ...')
         require(
-            got==i,
-            f'the tokenizer has {token} at id {got}, the model expects {i}: '
-            f'set lm_base_vocab_size to {(got or 0)-i+base}'
+            its_id==i or {*ids.values()}!={*range(base, base+len(extra))},
+            f'the tokenizer has {token} at id {its_id}, the model expects {i}: '
+            'write vlm_extra_tokens as a list in the order of their ids, '
+            f'{", ".join(sorted(ids, key=lambda name: ids[name] or 0)[:3])}, ...'
+        )
+        require(
+            its_id==i,
+            f'the tokenizer has {token} at id {its_id}, the model expects {i}: '
+            f'set lm_base_vocab_size to {(its_id or 0)-i+base}'
         )

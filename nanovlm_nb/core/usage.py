@@ -54,7 +54,7 @@ def user_path()->Iterator[None]:
 # %% ../../nbs/00_core.usage.ipynb #e5b1001e
 _RATES = 'give lr_mp for the projector, lr_backbones for what was trained before'
 _RANKS = 'start with torchrun, as in `torchrun --nproc_per_node 8 -m nanovlm_nb.train`'
-_PLACE = 'give vlm_checkpoint_path for the directory of all runs, run_name for the one in it'
+_RUN_FOLDER = 'give vlm_checkpoint_path for the directory of all runs, run_name for the one in it'
 
 OTHER_WORDS = dict( # of MiniMind-V, xtuner, transformers and nanoVLM -> our field, or what to do instead
     epochs='max_epochs', num_train_epochs='max_epochs', max_iters='max_training_steps',
@@ -83,7 +83,7 @@ OTHER_WORDS = dict( # of MiniMind-V, xtuner, transformers and nanoVLM -> our fie
     bf16='dtype', fp16='dtype',
     ddp=_RANKS, launcher=_RANKS, nproc_per_node=_RANKS, num_gpus=_RANKS,
     local_rank=_RANKS,
-    work_dir=_PLACE, out_dir=_PLACE, save_dir=_PLACE, output_dir=_PLACE,
+    work_dir=_RUN_FOLDER, out_dir=_RUN_FOLDER, save_dir=_RUN_FOLDER, output_dir=_RUN_FOLDER,
     device='a GPU is taken if there is one; CUDA_VISIBLE_DEVICES= hides it',
     by_epoch='save_interval counts updates, as all intervals do',
     runner_type='there is one trainer: leave it out',
@@ -102,22 +102,26 @@ def nearest(name:str, known:Iterable[str])->str|None: # None: no name is near
         (k for k in bare if words(name)<words(k)), key=lambda k: len(words(k))
     )
     near += difflib.get_close_matches(name, bare, n=1, cutoff=.72) # of 1, the similarity
-    near += sorted(
+    near += sorted( # with most words in common first
         (k for k in bare if words(k)<words(name)), key=lambda k: -len(words(k))
     )
     return bare[near[0]] if near else None
 
 # %% ../../nbs/00_core.usage.ipynb #a2bd2182
-def check_known(names:Iterable[str], known:Iterable[str], what:str)->None: # what a name is, in a word
+def check_known(
+    names:Iterable[str],
+    known:Iterable[str],
+    what:str, # what a name is, in a word
+)->None:
     "Raises a UsageError about the first of `names` that is not known, with the one that was probably meant."
     known = [*known]
     for name in map(str, names):
         if name in known: continue
         near = nearest(name, known)
-        told = OTHER_WORDS.get(name.lstrip('-').rpartition('.')[2], '')
-        lists = '--help shows' if what=='flag' else 'nanovlm train --help_all shows'
-        options = f"give one of {', '.join(known)}" if len(known)<=12 else f'{lists} those that exist'
-        if ' ' in told: options = told
+        substitute = OTHER_WORDS.get(name.lstrip('-').rpartition('.')[2], '')
+        where = '--help shows' if what=='flag' else 'nanovlm train --help_all shows'
+        options = f"give one of {', '.join(known)}" if len(known)<=12 else f'{where} those that exist'
+        if ' ' in substitute: options = substitute
         elif near: options = f'did you mean `{near}`?'
         raise UsageError(f'unknown {what} `{name}`: {options}')
 
@@ -137,7 +141,7 @@ def printable(text:str)->str:
 
 # %% ../../nbs/00_core.usage.ipynb #794a10e2
 def say(text:str='')->None:
-    "Writes a line of a command's output, at once; ends the command when nobody reads it any more."
+    "Writes a line of a command's output, at once; ends the command when its reader has gone."
     try:
         sys.stdout.write(printable(text)+'\n')
         sys.stdout.flush()
@@ -152,7 +156,10 @@ class PrintableFormatter(logging.Formatter):
         return printable(super().format(record))
 
 # %% ../../nbs/00_core.usage.ipynb #b5e9f99e
-def aligned(cells:Iterable, widths:Iterable[int])->str: # of columns in characters; below 0: to the left
+def aligned(
+    cells:Iterable,
+    widths:Iterable[int], # of the columns, in characters; below 0: aligned to the left
+)->str:
     "Returns a row of a table."
     line = ''
     for cell,width in zip(cells, widths):
@@ -190,7 +197,9 @@ class Parser(ArgumentParser):
         return values
 
 # %% ../../nbs/00_core.usage.ipynb #e5b10021
-def near_path(name:str|Path)->str: # that does not exist; empty: nothing beside it has such a name
+def near_path(
+    name:str|Path, # a path that does not exist
+)->str: # empty: nothing beside it has such a name
     "Returns a question about the path that was probably meant, for a message."
     path = Path(name)
     names = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
@@ -214,19 +223,19 @@ def check_hub_name(name:str|Path)->None: # of a model, a tokenizer or a data set
 # %% ../../nbs/00_core.usage.ipynb #4f2a7915
 def check_new_folder(name:str|Path)->None: # where something will be written
     "Raises a UsageError unless a directory of this name is empty, or can be made."
-    place = Path(name).absolute()
-    first = next(p for p in (place, *place.parents) if p.exists() or p.is_symlink())
+    folder = Path(name).absolute()
+    existing = next(p for p in (folder, *folder.parents) if p.exists() or p.is_symlink())
     require(
-        first.is_dir(),
-        f'{name}: {first} is a file, or a link to nothing: give a new directory'
+        existing.is_dir(),
+        f'{name}: {existing} is a file, or a link to nothing: give a new directory'
     )
     require(
-        first!=place or not any(place.iterdir()),
+        existing!=folder or not any(folder.iterdir()),
         f'{name} is not empty: give a new directory'
     )
 
 # %% ../../nbs/00_core.usage.ipynb #e62e6c02
-def own_words(argv:list[str]|None=None)->list[str]: # default: of the process
+def own_words(argv:list[str]|None=None)->list[str]: # default: the arguments of the process
     "Returns the arguments without the `--local_rank=N` of a launcher."
     words = sys.argv[1:] if argv is None else argv
     if 'LOCAL_RANK' not in os.environ: return words
@@ -235,7 +244,7 @@ def own_words(argv:list[str]|None=None)->list[str]: # default: of the process
     ]
 
 # %% ../../nbs/00_core.usage.ipynb #e62e6c03
-def without_debug(argv:list[str]|None=None)->tuple[list[str],bool]: # default: of the process
+def without_debug(argv:list[str]|None=None)->tuple[list[str],bool]: # default: the arguments of the process
     "Returns the arguments without `--debug`, and whether it was there; NANOVLM_DEBUG=1 has the same effect."
     argv = own_words(argv)
     debug = DEBUG in argv or os.environ.get('NANOVLM_DEBUG', '0') not in ('','0')
@@ -243,17 +252,21 @@ def without_debug(argv:list[str]|None=None)->tuple[list[str],bool]: # default: o
 
 # %% ../../nbs/00_core.usage.ipynb #fb82db6c
 def _of_machine(error:BaseException)->str: # empty: it is another error
-    "Returns what to say of an error that comes of a full disk or of too little memory."
+    "Returns the message for a full disk or too little memory."
     if getattr(error, 'errno', None) in (errno.ENOSPC, errno.EDQUOT):
         return f'{error}: free some'
-    memory = type(error).__name__ in ('MemoryError','OutOfMemoryError')
-    memory = memory or "can't allocate memory" in str(error)
-    return f'memory ran out ({error}): take a smaller model or batch, or another machine' if memory else ''
+    out_of_memory = type(error).__name__ in ('MemoryError','OutOfMemoryError')
+    out_of_memory = out_of_memory or "can't allocate memory" in str(error)
+    if not out_of_memory: return ''
+    return f'memory ran out ({error}): take a smaller model or batch, or another machine'
 
 @contextmanager
-def one_line_errors(prog:str, debug:bool=False)->Iterator[None]: # name of the command
+def one_line_errors(
+    prog:str, # name of the command
+    debug:bool=False, # show the traceback instead
+)->Iterator[None]:
     """Inside, a user error, a full disk or too little memory ends the command with one line and exit code 2,
-    Ctrl-C with 130. `debug` shows the traceback instead."""
+    Ctrl-C with 130."""
     try: yield
     except KeyboardInterrupt:
         if debug: raise
@@ -266,7 +279,7 @@ def one_line_errors(prog:str, debug:bool=False)->Iterator[None]: # name of the c
 
 # %% ../../nbs/00_core.usage.ipynb #05a10041
 def begin_training()->None:
-    "Lets a run's text log take notes of all modules, and tells whoever watches why nothing happens yet."
+    "Turns on log messages of all modules for a run's text log; on a terminal, shows what is loaded."
     logging.getLogger('nanovlm_nb').setLevel(logging.INFO)
     if sys.stderr.isatty() and os.environ.get('RANK', '0')=='0':
         sys.stderr.write('loading PyTorch\n')

@@ -8,10 +8,10 @@ __all__ = ['LINES', 'FILES', 'logger', 'PIECE', 'LOAD_ERRORS', 'ending', 'lines_
            'parquet_footer', 'picture_folders', 'load_config', 'unread_columns', 'load_configs', 'own_rows']
 
 # %% ../../nbs/24_data.files.ipynb #6c1e45d5
-import csv,hashlib,io,json,logging,os,pickle,re,shutil,sys,tarfile,tempfile,zlib
+import csv,hashlib,io,json,logging,os,pickle,re,shutil,sys,tarfile,tempfile,time,zlib
 from collections import Counter
 from collections.abc import Callable,Iterable,Sequence
-from contextlib import suppress
+from contextlib import contextmanager,ExitStack,suppress
 from dataclasses import dataclass,replace
 from functools import lru_cache,partial
 from itertools import chain
@@ -20,6 +20,7 @@ from typing import Any,IO
 
 import datasets, numpy as np, pyarrow as pa, pyarrow.parquet as pq
 from PIL import Image
+from datasets.builder import Key
 from datasets.data_files import DataFilesDict,DataFilesList
 from datasets.exceptions import DatasetsError
 from datasets.packaged_modules.parquet.parquet import Parquet
@@ -27,7 +28,7 @@ from pyarrow.dataset import ParquetFragmentScanOptions
 
 from ..core.usage import check_hub_name,MissingFile,near_path,require,Unreachable
 from ..core.usage import UsageError
-from ..core.run_dir import write_atomic
+from ..core.run_dir import lock_file,write_atomic
 from .values import Folders,names_picture
 from .drops import Dropped,Drops
 from .rows import columns_by_name,FEATURES,GIVE,LAYOUTS,LEFT_OUT,read_layout
@@ -248,22 +249,37 @@ def _cache_file(file, kind):
     folder = Path(datasets.config.HF_DATASETS_CACHE)/'nanovlm'
     return folder/hashlib.sha256(key.encode()).hexdigest()[:32]
 
-def mapped(file:str|Path, kind:str, make:Callable[[],pa.Table])->pa.Table: # names the cached table
-    "What `make` finds in a file, from the cache if it is there; it ends with its checksum."
-    place = _cache_file(file, kind)
+@contextmanager
+def _alone(place):
+    "Inside, no other process makes what belongs there; where nothing can be locked, each makes its own."
+    with ExitStack() as stack:
+        with suppress(OSError): # a cache that cannot be written costs time alone
+            place.parent.mkdir(parents=True, exist_ok=True)
+            lock = stack.enter_context(open(f'{place}.lock', 'ab'))
+            while lock_file(lock) is False: time.sleep(.05)
+        yield
+
+def _cached(place):
+    "The table that is kept there, with its checksum at the end; None: there is none, or it is damaged."
     with suppress(OSError, pa.ArrowInvalid), pa.memory_map(str(place)) as cached:
         body = cached.read_buffer()
         if zlib.crc32(body[:-4]) == int.from_bytes(body[-4:], 'big'):
             return pa.ipc.open_file(body[:-4]).read_all()
-    table = make().combine_chunks()
-    sink = io.BytesIO()
-    with pa.ipc.new_file(sink, table.schema) as writer:
-        writer.write_table(table)
-    with suppress(OSError): # a cache that cannot be written costs time alone
-        place.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(place,
-            sink.getvalue()+zlib.crc32(sink.getvalue()).to_bytes(4, 'big'),
-            str(os.getpid()))
+
+def mapped(file:str|Path, kind:str, make:Callable[[],pa.Table])->pa.Table: # names the cached table
+    "What `make` finds in a file, from the cache if it is there; of several processes one makes it."
+    place = _cache_file(file, kind)
+    with _alone(place):
+        table = _cached(place)
+        if table is not None: return table
+        table = make().combine_chunks()
+        sink = io.BytesIO()
+        with pa.ipc.new_file(sink, table.schema) as writer:
+            writer.write_table(table)
+        with suppress(OSError):
+            write_atomic(place,
+                sink.getvalue()+zlib.crc32(sink.getvalue()).to_bytes(4, 'big'),
+                str(os.getpid()))
     return table
 
 # %% ../../nbs/24_data.files.ipynb #7b3d1c03
@@ -497,6 +513,21 @@ def parquet_footer(file:str|Path)->Any: # None: it is damaged
     try: return pq.read_metadata(file)
     except (OSError, pa.ArrowException): return None
 
+@lru_cache(maxsize=8) # of a thousand row groups one takes four megabytes
+def _footer(file, written): # when it was written, so that another file of that name is read again
+    return pq.read_metadata(file)
+
+class _Parquet(Parquet):
+    "Parquet files of this machine, for lanes that open and close them often: a footer is parsed once."
+    def _generate_tables(self, files, row_groups_list):
+        for i,(name,groups) in enumerate(zip(files, row_groups_list)):
+            with open(name, 'rb') as file:
+                footer = _footer(name, os.fstat(file.fileno()).st_mtime_ns)
+                reader = pq.ParquetFile(file, metadata=footer, buffer_size=_READ_BYTES)
+                tables = reader.iter_batches(READ_ROWS, groups, use_threads=False)
+                for k,batch in enumerate(tables):
+                    yield Key(i, k),self._cast_table(pa.Table.from_batches([batch]))
+
 # %% ../../nbs/24_data.files.ipynb #6941ad5d
 def _features(files:Iterable[Path])->datasets.Features|None:
     "The columns of parquet files, each as in the first that fills it; None: `datasets` finds them all."
@@ -555,19 +586,19 @@ def _files(path, split, cache_dir, streaming):
         require(ending(path) in FILES,
             f'{path} is no data set: give a file that ends in '
             f'{", ".join((*FILES, *LINES))}, a folder of such files or a hub name')
-        if path.suffix == '.parquet': _features([path])
+        plain = [str(path)] if path.suffix == '.parquet' else []
+        features = _features(map(Path, plain))
         more = dict(path=FILES[ending(path)], data_files={split: str(path)})
     else:
         parquet = (f for f in path.rglob('*.parquet') if f.is_file())
         features = _features(parquet)
-        plain = _plain_parquet(path) if streaming and split == 'train' else []
-        if plain: # `datasets` would look through the folder for each way to name a split
-            files = DataFilesDict(train=DataFilesList(plain, []))
-            more = dict(path=Parquet(cache_dir=cache_dir, data_files=files,
-                features=features))
-        else:
-            more = dict(path=str(path.resolve()), features=features)|_data_files(path,
-                split)
+        plain = _plain_parquet(path) if split == 'train' else []
+        more = dict(path=str(path.resolve()), features=features)|_data_files(path,
+            split)
+    if plain and streaming: # `datasets` would look through the folder for each way to name a split
+        files = DataFilesDict({split: DataFilesList(plain, [])})
+        more = dict(path=_Parquet(cache_dir=cache_dir, data_files=files,
+            features=features))
     return _found(more.pop('path'), split, cache_dir, streaming, **more)
 
 # %% ../../nbs/24_data.files.ipynb #17c0a007
@@ -625,15 +656,15 @@ def _sample_places(file):
 def _unpacked(path, compression):
     "What a compressed tar holds, as a file in the cache."
     place = _cache_file(path, 'unpacked')
-    if place.exists(): return open(place, 'rb')
-    place.parent.mkdir(parents=True, exist_ok=True)
-    file = tempfile.NamedTemporaryFile(dir=place.parent)
-    with pa.input_stream(path, compression=compression) as packed:
-        shutil.copyfileobj(packed, file)
-    file.flush()
-    with suppress(FileExistsError):
-        os.link(file.name, place) # another rank may have been faster
-    return file
+    with _alone(place):
+        if not place.exists():
+            with pa.input_stream(path, compression=compression) as packed, \
+                tempfile.NamedTemporaryFile(dir=place.parent) as file:
+                shutil.copyfileobj(packed, file)
+                file.flush()
+                with suppress(FileExistsError):
+                    os.link(file.name, place) # one that could not lock may have been faster
+    return open(place, 'rb')
 
 @lru_cache(maxsize=8)
 def _open_tar(path, written): # when it was written, so that another file of that name is read again
@@ -853,7 +884,7 @@ def load_configs(path:str|Path, names:Sequence[str]=('default',), **how)->dict: 
     return data
 
 # %% ../../nbs/24_data.files.ipynb #29d70011
-def _own_row(row, i, columns):
+def _own_row(row, i, columns, keep):
     "One row in FineVision's schema; a ValueError names it and says what is wrong with it."
     if isinstance(row, (tuple, list)) and len(row) == 3:
         row = dict(zip(('image', 'question', 'answer'), row))
@@ -862,7 +893,7 @@ def _own_row(row, i, columns):
         require(own['texts'], f'it has no turns: {GIVE}')
     except ValueError as e:
         raise UsageError(f'row {i}: {e}') from None
-    return dict(row_id=i)|own
+    return dict(row_id=i)|{name:row[name] for name in keep if name in row}|own
 
 # %% ../../nbs/24_data.files.ipynb #29d70013
 def _plain(x):
@@ -871,7 +902,8 @@ def _plain(x):
     return x.tolist() if isinstance(x, np.ndarray) and x.ndim == 1 else x
 
 def own_rows(rows, # list, generator, DataFrame or data set of dictionaries or (picture, question, answer)
-    columns:Sequence[str]=())->list[dict]|datasets.Dataset: # such as `image=photo`, see `rename`
+    columns:Sequence[str]=(), keep:Sequence[str]=(), # such as `image=photo`, see `rename`; what stays besides
+)->list[dict]|datasets.Dataset:
     "Rows of your own in FineVision's schema; a ValueError names the first that is wrong."
     if isinstance(rows, datasets.Dataset):
         if {'images', 'texts'} <= {*rows.column_names}: return rows
@@ -883,6 +915,6 @@ def own_rows(rows, # list, generator, DataFrame or data set of dictionaries or (
             rows.append({name:_plain(value) for name,value in record.items()})
     require(isinstance(rows, Iterable) and not isinstance(rows, (str, bytes, dict)),
         f'rows are a {type(rows).__name__}: give a list, a generator or a table')
-    own = [_own_row(row, i, columns) for i,row in enumerate(rows)]
+    own = [_own_row(row, i, columns, keep) for i,row in enumerate(rows)]
     require(own, 'there are no rows: give one or more')
     return own

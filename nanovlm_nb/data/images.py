@@ -22,11 +22,17 @@ from ..core.config import VLMConfig
 from ..core.usage import UsageError,require
 
 # %% ../../nbs/14_data.images.ipynb #c82704a4
-def resize_dims(w:int, h:int, max_side:int, tile:int, # of the picture; longest side allowed; pixels
-    resize_to_max:bool=False)->tuple[int,int]: # enlarge (or shrink) the long side to `max_side` always
-    "(height, width) of the tile grid for a picture, in pixels; `tile` divides `max_side`."
+def resize_dims(
+    w:int, # width of the picture in pixels
+    h:int, # its height
+    max_side:int, # longest side allowed, in pixels
+    tile:int, # side of a tile in pixels; divides `max_side`
+    resize_to_max:bool=False, # make the long side `max_side` always
+)->tuple[int,int]: # (height, width) in pixels
+    "Size of the tile grid for a picture."
     long = max(w, h)
     short = min(w, h)
+    # -(-a//b) is a/b, rounded up
     new_long = max_side if resize_to_max else min(max_side, -(-long//tile)*tile)
     new_short = -(-short*new_long//(long*tile))*tile
     return (new_short, new_long) if w >= h else (new_long, new_short)
@@ -45,7 +51,7 @@ _HEIC = (
     b'ftypmif1',
     b'ftypmsf1'
 )
-_KINDS = ( # where in a file, one of which bytes -> what it is
+_KINDS = ( # offset in a file, one of which bytes -> what it is
     (4, _HEIC, 'a HEIC picture: convert it to JPEG'),
     (4, (b'ftypavif', b'ftypavis'),
         'an AVIF picture: update Pillow, or convert it to JPEG'),
@@ -65,8 +71,8 @@ _KINDS = ( # where in a file, one of which bytes -> what it is
 
 def _kind_of(head:bytes)->str: # the first bytes of a file, 132 or more
     "What a file is that is no picture."
-    for place,signs,words in _KINDS:
-        if head.startswith(signs, place): return words
+    for offset,signs,words in _KINDS:
+        if head.startswith(signs, offset): return words
     start = head.removeprefix(b'\xef\xbb\xbf').lstrip().lower()
     if b'<svg' in start:
         return 'an SVG drawing: save it as PNG'
@@ -97,14 +103,16 @@ _BROKEN_FILE = (
     MemoryError
 )
 
-def _refuse(e:Exception, src:Any='')->NoReturn:
-    "Raise an `UnreadableImage` that says what is wrong with `src`, without addresses of this process."
+def _refuse(
+    e:Exception, # why it could not be read
+    src:Any='', # what was read
+)->NoReturn:
+    "Raise an `UnreadableImage` that says what is wrong, without addresses of this process."
     if isinstance(e, UnreadableImage): raise e
     if isinstance(src, str) and src.startswith(('http://', 'https://')):
         raise UnreadableImage(f'{src:.90} is an address: download the pictures first') from e
-    data = isinstance(src, (bytes, bytearray, memoryview))
-    if not data and not isinstance(src, (str, os.PathLike)) and not hasattr(src,
-        'read'):
+    in_memory = isinstance(src, (bytes, bytearray, memoryview))
+    if not (in_memory or isinstance(src, (str, os.PathLike)) or hasattr(src, 'read')):
         raise UnreadableImage(
             f'{src!r:.40} is no picture: give bytes, a file name, an open file, '
             'a PIL image or a dictionary with `bytes` or `path`'
@@ -113,37 +121,39 @@ def _refuse(e:Exception, src:Any='')->NoReturn:
     if isinstance(e, Image.DecompressionBombError):
         message += ' Scale it down'
     if isinstance(e, UnidentifiedImageError) and not hasattr(src, 'read'):
-        head = bytes(src[:512]) if data else Path(src).open('rb').read(512)
+        head = bytes(src[:512]) if in_memory else Path(src).open('rb').read(512)
         message += f'; it is {_kind_of(head)}'
     raise UnreadableImage(message) from e
 
 # %% ../../nbs/14_data.images.ipynb #384766f5
-_FLAGGED = {'exif', 'Raw profile type exif', 'XML:com.adobe.xmp', 'xmp'} # where PIL keeps its turn
-_MOST_BYTES = {b'tEXt':2**20, b'zTXt':0, b'iTXt':0, b'iCCP':2**15} # what PIL gets of such chunks of a PNG
+_FLAGGED = {'exif', 'Raw profile type exif', 'XML:com.adobe.xmp', 'xmp'} # where PIL keeps the orientation
+_MAX_BYTES = {b'tEXt':2**20, b'zTXt':0, b'iTXt':0, b'iCCP':2**15} # what PIL gets of such chunks of a PNG
 
-def _lean_png(file:io.BufferedIOBase)->bytes|None: # at its beginning; None: it is no PNG, or lean already
+def _lean_png(
+    file:io.BufferedIOBase, # at its beginning
+)->bytes|None: # None: it is no PNG, or lean already
     "A PNG without long or packed texts and long profiles."
     if file.read(8) != b'\x89PNG\r\n\x1a\n': return None
     start = 0
     texts = 0 # bytes of those that stay
-    keep = [] # begin and end of what stays
-    place = 8
+    kept = [] # begin and end of what stays
+    position = 8
     while len(head := file.read(8)) == 8:
         length, kind = struct.unpack('>I4s', head)
-        most = _MOST_BYTES.get(kind)
-        if most is not None:
-            flagged = file.read(24).partition(b'\0')[0].decode('latin-1') in _FLAGGED
+        limit = _MAX_BYTES.get(kind)
+        if limit is not None:
+            oriented = file.read(24).partition(b'\0')[0].decode('latin-1') in _FLAGGED
             texts += length
-            if texts > max(most, 2**20*flagged):
+            if texts > max(limit, 2**20*oriented): # where an orientation may be
                 texts -= length
-                keep.append((start, place))
-                start = place+12+length
-        place += 12+length
-        file.seek(place)
-    if not keep: return None
+                kept.append((start, position))
+                start = position+12+length
+        position += 12+length
+        file.seek(position)
+    if not kept: return None
     file.seek(0)
     data = file.read()
-    return b''.join(data[begin:end] for begin,end in [*keep, (start, len(data))])
+    return b''.join(data[begin:end] for begin,end in [*kept, (start, len(data))])
 
 # %% ../../nbs/14_data.images.ipynb #e10c0004
 _MAX_PIXELS = 1024**3//4//3 # of a picture, 89,478,485: where Pillow begins to warn of decompression bombs
@@ -187,7 +197,7 @@ def open_header(src:Picture)->Image.Image: # opened lazily: size and mode are kn
 
 # %% ../../nbs/14_data.images.ipynb #360ea662
 _T = Image.Transpose
-_TURNS = dict(
+_TURNS = dict( # EXIF orientation, from 2 on -> what turns the picture upright
     enumerate(
         (
             _T.FLIP_LEFT_RIGHT,
@@ -240,8 +250,10 @@ def _rgb(im, pixel_max=None):
     return im.convert('RGB')
 
 # %% ../../nbs/14_data.images.ipynb #e10c0020
-def open_image(src:Picture, # white in pictures of more than 8 bits a pixel; None: 65535
-    pixel_max:float|None=None)->Image.Image: # decoded, upright, RGB; an RGB `Image` itself if that is all
+def open_image(
+    src:Picture,
+    pixel_max:float|None=None, # white in pictures of more than 8 bits a pixel; None: 65535
+)->Image.Image: # decoded, upright, RGB; an RGB `Image` itself if that is all
     "Decode a picture."
     im = open_header(src)
     turn = _orientation(im)
@@ -257,7 +269,10 @@ def open_image(src:Picture, # white in pictures of more than 8 bits a pixel; Non
     except _BROKEN_FILE as e: _refuse(e)
 
 # %% ../../nbs/14_data.images.ipynb #c45c9d3c
-def split_tiles(x:Tensor, tile:int)->Tensor: # (3, H, W), multiples of `tile` -> (rows*cols, 3, tile, tile)
+def split_tiles(
+    x:Tensor, # (3, H, W), multiples of `tile`
+    tile:int, # side in pixels
+)->Tensor: # (rows*cols, 3, tile, tile)
     "Cut a picture into square tiles, row by row."
     c, h, w = x.shape
     return x.reshape(c, h//tile, tile, w//tile, tile).permute(1, 3, 0, 2, 4).reshape(-1,
@@ -269,41 +284,54 @@ def _shrink(x, n):
     x = x.reshape(-1, n, x.shape[-1])
     out = torch.zeros_like(x[:,0])
     for j in range(n):
-        off = 2*j + 1 - n # from the middle of the block, in half rows
-        out.add_(x[:,j], alpha=2*n-abs(off))
-        if off > 0: out[1:].add_(x[:-1,j], alpha=off)
-        if off < 0: out[:-1].add_(x[1:,j], alpha=-off)
+        distance = 2*j + 1 - n # from the middle of the block, in half rows
+        out.add_(x[:,j], alpha=2*n-abs(distance))
+        if distance > 0: out[1:].add_(x[:-1,j], alpha=distance)
+        if distance < 0: out[:-1].add_(x[1:,j], alpha=-distance)
     return out
 
 # %% ../../nbs/14_data.images.ipynb #4941aeb2
-def global_view(x:Tensor, tile:int)->Tensor: # (3, H, W) -> (1, 3, tile, tile), uint8
+def global_view(
+    x:Tensor, # (3, H, W) uint8
+    tile:int, # side in pixels
+)->Tensor: # (1, 3, tile, tile) uint8
     "The whole picture as one tile."
     n = x.shape[1]//tile
-    whole = torch.int16 if 255*2*n*n < 2**15 else torch.int32
+    integer = torch.int16 if 255*2*n*n < 2**15 else torch.int32
     weights = _shrink(torch.ones(x.shape[1], 1), n)
     def shrink(plane):
-        rows = _shrink(plane.to(whole), n).float()[None,None]
+        rows = _shrink(plane.to(integer), n).float()[None,None]
         return F.interpolate(rows, size=(tile, tile), mode='bilinear', antialias=True)/weights
     return torch.cat([shrink(plane) for plane in x], dim=1).round_().to(torch.uint8)
 
 # %% ../../nbs/14_data.images.ipynb #f8d1b34c
-def _smolvlm_sizes(w:int, h:int, max_side:int, tile:int)->tuple[tuple[int,int],tuple[int,int]]: # pixels
-    "(width, height) after each of the two resizes that a picture passes on its way to SmolVLM's tiles."
+def _smolvlm_sizes(
+    w:int, # width of the picture in pixels
+    h:int, # its height
+    max_side:int, # longest side, in pixels
+    tile:int, # side of a tile in pixels
+)->tuple[tuple[int,int],tuple[int,int]]: # (width, height), twice
+    "Sizes after the two resizes that a picture passes on its way to SmolVLM's tiles."
     require(
         max_side <= 4096,
         f'max_img_size {max_side} is more than the 4096 of SmolVLM: lower it'
     )
     short = int(max_side/(w/h)) if w >= h else int(max_side*(w/h))
     short = max(1, short + short%2)
-    w, h = first = (max_side, short) if w >= h else (short, max_side)
+    first = (max_side, short) if w >= h else (short, max_side)
+    w, h = first
     ratio = w/h
-    def whole(x): return -(-x//tile)*tile
+    def in_tiles(x): return -(-x//tile)*tile # rounded up
     if w >= h:
-        return first, (whole(w), whole(int(whole(w)/ratio)))
-    return first, (whole(int(whole(h)*ratio)), whole(h))
+        return first, (in_tiles(w), in_tiles(int(in_tiles(w)/ratio)))
+    return first, (in_tiles(int(in_tiles(h)*ratio)), in_tiles(h))
 
 # %% ../../nbs/14_data.images.ipynb #e10c0008
-def _smolvlm_tiles(im:Image.Image, max_side:int, tile:int)->Tensor: # RGB -> uint8 (n, 3, tile, tile)
+def _smolvlm_tiles(
+    im:Image.Image, # RGB
+    max_side:int, # longest side, in pixels
+    tile:int, # side of a tile in pixels
+)->Tensor: # (n, 3, tile, tile) uint8
     "Tiles as SmolVLM's image processor cuts them, the global view last if there are several."
     (w, h) = im.size
     lanczos = Image.Resampling.LANCZOS
@@ -315,8 +343,14 @@ def _smolvlm_tiles(im:Image.Image, max_side:int, tile:int)->Tensor: # RGB -> uin
     )
 
 # %% ../../nbs/14_data.images.ipynb #a10c0002
-def smart_resize(w:int, h:int, tile:int, min_pixels:int, max_pixels:int)->tuple[int,int]: # of the picture
-    "(height, width) in pixels, in whole tiles, of a picture that keeps its proportions."
+def smart_resize(
+    w:int, # width of the picture in pixels
+    h:int, # its height
+    tile:int, # side of a tile in pixels
+    min_pixels:int, # a smaller picture is enlarged
+    max_pixels:int, # a larger picture is shrunk
+)->tuple[int,int]: # (height, width) in pixels, in whole tiles
+    "Size of a picture that keeps its proportions."
     if max(w, h) > 200*min(w, h):
         raise UnreadableImage(f'{w} x {h} pixels, more than 200 times as long as wide: cut it')
     rows = round(h/tile)
@@ -332,18 +366,18 @@ def smart_resize(w:int, h:int, tile:int, min_pixels:int, max_pixels:int)->tuple[
 # %% ../../nbs/14_data.images.ipynb #e10c0022
 def _augment(processor, im, rng):
     "The picture after all custom transforms, whose grid it must keep."
-    for t in processor.custom_transforms:
-        new = t(im, rng)
-        name = getattr(t, '__name__', t)
+    for transform in processor.custom_transforms:
+        changed = transform(im, rng)
+        name = getattr(transform, '__name__', transform)
         require(
-            isinstance(new, Image.Image),
-            f'custom transform {name} returned {new!r:.40}, no PIL image'
+            isinstance(changed, Image.Image),
+            f'custom transform {name} returned {changed!r:.40}, no PIL image'
         )
-        same = processor.grid(*im.size) == processor.grid(*new.size)
-        require(same,
-            f'custom transform {name} made {new.size} of {im.size}, which is another grid of tiles '
+        same_grid = processor.grid(*im.size) == processor.grid(*changed.size)
+        require(same_grid,
+            f'custom transform {name} made {changed.size} of {im.size}, which is another grid of tiles '
             'than was planned: return a picture of the size it gets')
-        im = _rgb(new)
+        im = _rgb(changed)
     return im
 
 # %% ../../nbs/14_data.images.ipynb #7745c869
@@ -360,22 +394,26 @@ class ImageProcessor:
     window:int=0 # tiles along a window of the tower, for the layout of a batch
     pixel_max:float|None=None # see `open_image`
 
-    def grid(self, width:int, height:int)->tuple[int,int]: # of the picture, pixels -> (rows, columns)
+    def grid(self,
+        width:int, # of the picture in pixels
+        height:int, # likewise
+    )->tuple[int,int]: # (rows, columns)
         "Tile grid of a picture of this size."
         side = self.max_img_size
         tile = self.splitted_image_size
         if self.convention == 'smolvlm':
-            w, h = _smolvlm_sizes(width, height, side, tile)[1]
+            _, (w, h) = _smolvlm_sizes(width, height, side, tile)
         elif self.convention == 'qwen':
             h, w = smart_resize(width, height, tile, self.min_pixels, self.max_pixels)
         else:
             h, w = resize_dims(width, height, side, tile, self.resize_to_max_side_len)
         return h//tile, w//tile
 
-    def __call__(self, image:Picture, rng:random.Random|None=None)->tuple[Tensor,
-        tuple[int,int]]:
-        """Tiles (n, 3, S, S), or (rows, columns, 3, S, S) with convention qwen, in uint8, and the grid.
-        Without `rng` augmentations are always the same."""
+    def __call__(self,
+        image:Picture,
+        rng:random.Random|None=None, # None: augmentations are always the same
+    )->tuple[Tensor,tuple[int,int]]:
+        "Tiles (n, 3, S, S), or (rows, columns, 3, S, S) with convention qwen, in uint8, and the grid."
         im = open_image(image, self.pixel_max)
         s = self.splitted_image_size
         rows, cols = self.grid(*im.size)
@@ -394,8 +432,10 @@ class ImageProcessor:
 # %% ../../nbs/14_data.images.ipynb #92dfa853
 get_image_processor = ImageProcessor # nanoVLM's name
 
-def image_processor_of(cfg:VLMConfig,
-    custom_transforms:tuple[Callable,...]=())->ImageProcessor:
+def image_processor_of(
+    cfg:VLMConfig,
+    custom_transforms:tuple[Callable,...]=(), # each `transform(image, rng)`
+)->ImageProcessor:
     "What a model's pictures go through, in training and ever after."
     return ImageProcessor(
         cfg.max_img_size,

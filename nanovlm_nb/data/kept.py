@@ -9,7 +9,7 @@ __all__ = ['KEEP_BYTES', 'keep_rows', 'kept_file', 'kept_rows', 'loaders_of', 'h
 import io,os
 from collections.abc import Callable,Iterable
 from functools import partial
-from itertools import islice
+from itertools import count,islice
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +27,13 @@ from .sources import MapSource
 from .loader import get_dataloaders
 
 # %% ../../nbs/26_data.kept.ipynb #19a1c006
-def _picture_bytes(picture:Any)->bytes: # what `open_image` takes; empty: it cannot be read
+def _picture_bytes(
+    picture:Any, # what `open_image` takes
+)->bytes: # empty: it cannot be read
     "The file of a picture."
     if isinstance(picture, dict):
-        inside = picture.get('bytes')
-        picture = picture['path'] if inside is None else inside
+        data = picture.get('bytes')
+        picture = picture['path'] if data is None else data
     if isinstance(picture, (bytes, bytearray)):
         return bytes(picture)
     if isinstance(picture, (str, os.PathLike)) and Path(picture).is_file():
@@ -44,12 +46,15 @@ def _picture_bytes(picture:Any)->bytes: # what `open_image` takes; empty: it can
 # %% ../../nbs/26_data.kept.ipynb #19a1c007
 _COLUMNS = datasets.Features(FEATURES|dict(kinds=datasets.List(datasets.Value('string'))))
 
-def _kept_row(row:dict|Dropped, place:int)->dict: # from `to_row`; its number
+def _kept_row(
+    row:dict|Dropped, # from `to_row`
+    index:int, # its number in the source
+)->dict:
     "A row as it is kept: read again at this place, it has the same id."
     if isinstance(row, Dropped):
         return dict.fromkeys(_COLUMNS)|dict(images=[], texts=[])
-    own = row.get('row_id')
-    number = str(place if own is None else own)
+    given_id = row.get('row_id')
+    number = str(index if given_id is None else given_id)
     prefix = row['id'].removesuffix(f'/{number}')
     source = row.get('source') if prefix in ('sample', row.get('source')) else prefix
     images = [dict(bytes=_picture_bytes(p), path=None) for p in row['images']]
@@ -61,7 +66,9 @@ def _kept_row(row:dict|Dropped, place:int)->dict: # from `to_row`; its number
 KEEP_BYTES = 200_000_000 # of pictures and texts that a run keeps at most
 _HELD_OUT = 1000 # held-out rows that are kept alone, at most
 
-def _table(rows:Iterable[dict])->bytes|None: # from `_kept_row`; a parquet file, None: too large
+def _table(
+    rows:Iterable[dict], # from `_kept_row`
+)->bytes|None: # a parquet file; None: too large, or no rows
     "The file of some rows."
     kept = []
     size = 0
@@ -78,19 +85,29 @@ def _table(rows:Iterable[dict])->bytes|None: # from `_kept_row`; a parquet file,
     return file.getvalue()
 
 def _all_rows(source):
-    "The rows of a source, in their order; none if they cannot be asked for by number."
+    "The rows of a source, in their order; none if they cannot be read by number."
     if not isinstance(source, MapSource): return
     for name,part in zip(source.names, source.parts):
         for i in range(len(part)): yield to_row(part[i], i, name)
 
-def keep_rows(run_dir:Path, train:Any, held_out:Any)->str: # sources; a line for the log
+def keep_rows(
+    run_dir:Path,
+    train:Any, # source of the training rows
+    held_out:Any, # source of the held-out rows
+)->str: # a line for the log
     "Write the rows of a run into its directory."
     for name in (KEPT_ROWS, KEPT_HELD_OUT):
         (run_dir/name).unlink(missing_ok=True) # of an earlier start
     file = _table(_kept_row(row, i) for i,row in enumerate(_all_rows(train)))
     if file:
         write_atomic(run_dir/KEPT_ROWS, file)
-        return f'its rows are kept in {run_dir/KEPT_ROWS}, {len(file)/1e6:.1f} MB'
+        size = len(file)/1e6
+        if getattr(held_out, 'table', None) is not train.table: # rows of their own
+            held = map(_kept_row, _all_rows(held_out), count())
+            apart = _table(held) or b''
+            if apart: write_atomic(run_dir/KEPT_HELD_OUT, apart)
+            size += len(apart)/1e6
+        return f'its rows are kept in {run_dir/KEPT_ROWS}, {size:.1f} MB'
     read = (row for _,row in islice(held_out.rows_of(0, 1, 0), _HELD_OUT))
     file = _table(_kept_row(row, i) for i,row in enumerate(read))
     why = (f'not all rows are kept: they are more than {KEEP_BYTES/1e6:g} MB, a stream, or of loaders of '
@@ -108,7 +125,7 @@ def kept_file(run_dir:Path, name:str=KEPT_ROWS)->Path|None: # None: there is non
     return file if file.is_file() else None
 
 def kept_rows(run_dir:Path)->Path: # of a run whose `train_dataset_path` is `OWN_ROWS`
-    "The file of all rows of a run; a MissingFile says what to do without."
+    "The file of all rows of a run; a MissingFile if they are not kept."
     file = kept_file(run_dir)
     if file is None:
         raise MissingFile(f'{run_dir} has no {KEPT_ROWS}: its rows were given in Python and are '
@@ -124,23 +141,33 @@ def _read_kept(file:Path)->datasets.Dataset:
 
 def loaders_of(train_cfg:TrainConfig, run_dir:Path)->Callable: # see `get_dataloaders`
     "What makes the loaders of a run, also if it was given its rows in Python."
-    cfg = train_cfg
-    if cfg.train_dataset_path!=OWN_ROWS: return get_dataloaders
+    if train_cfg.train_dataset_path!=OWN_ROWS: return get_dataloaders
+    rows = _read_kept(kept_rows(run_dir))
+    file = kept_file(run_dir, KEPT_HELD_OUT)
+    if file:
+        return partial(get_dataloaders, rows=rows, val_rows=_read_kept(file))
     train = MapSource(
-        _read_kept(kept_rows(run_dir)), cfg.seed, cfg.val_size, cfg.data_cutoff_idx
+        rows, train_cfg.seed, train_cfg.val_size, train_cfg.data_cutoff_idx
     )
     return partial(get_dataloaders, rows=(train, train.held_out()))
 
-def held_out_loader(train_cfg:TrainConfig, vlm_cfg:VLMConfig, tokenizer:Any,
-    run_dir:Path)->Any:
+def held_out_loader(
+    train_cfg:TrainConfig,
+    vlm_cfg:VLMConfig,
+    tokenizer:Any,
+    run_dir:Path,
+    processor:Callable|None=None, # how pictures are cut; None: as the model says
+)->Any:
     "The loader of a run's held-out rows."
-    alone = kept_file(run_dir, KEPT_HELD_OUT)
-    if alone:
-        held_out = MapSource(_read_kept(alone), train_cfg.seed, shuffle=False)
+    file = kept_file(run_dir, KEPT_HELD_OUT)
+    if file:
+        held_out = MapSource(_read_kept(file), train_cfg.seed, shuffle=False)
         loaders:Callable = partial(get_dataloaders, rows=(held_out, held_out))
     else:
         require('loaders' not in own_parts_of(run_dir),
             f'the loaders of {run_dir} are of its script, and '
             'its held-out rows are not kept there: ask in the script, as compare_answers does')
         loaders = loaders_of(train_cfg, run_dir)
-    return loaders(train_cfg, vlm_cfg, tokenizer=tokenizer)[1]
+    cuts = dict(processor=processor) if processor else {}
+    _,loader = loaders(train_cfg, vlm_cfg, tokenizer=tokenizer, **cuts)
+    return loader

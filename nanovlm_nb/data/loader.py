@@ -26,7 +26,8 @@ from transformers import PreTrainedTokenizerBase
 
 from ..core.usage import require,UsageError
 from ..core.fields import OWN_ROWS
-from ..core.config import CHAT_TEMPLATE,check_configs,load_function,loader_workers
+from ..core.config import CHAT_TEMPLATE,check_configs,evolve,load_function
+from ..core.config import loader_workers
 from ..core.config import TrainConfig,VLMConfig
 from ..core.dist import check_socket_room,cores_of_rank,Dist,seed_worker,this_rank
 from ..core.tokenizer import check_tokenizer,get_tokenizer
@@ -36,7 +37,7 @@ from .rows import RATINGS
 from .samples import VQADataset
 from .shapes import shapes_dataset,shapes_tokenizer
 from .packing import Batch,collate_packs,pack
-from .sources import MapSource,Mixture,StreamSource
+from .sources import as_source,MapSource,Mixture,StreamSource
 from .lanes import _heavy,_LaneDataset,_lanes_of,FIRST_PACKS,FIRST_WINDOW,Lane
 from .lanes import LaneState,PackRules,planned
 from .files import _conform,_folder,_tars,config_names,load_configs,picture_folders
@@ -316,14 +317,17 @@ def _training_source(cfg):
 
 # %% ../../nbs/25_data.loader.ipynb #e668c302
 def load_sources(train_cfg:TrainConfig, # names the data set, if there are no rows
-    rows:Any=None)->tuple: # with length and index, or two sources
+    rows:Any=None, val_rows:Any=None, # with length and index, or two sources; for validation, of a length
+)->tuple:
     "The sources of a run, for training and for validation; they share no row."
     cfg = train_cfg
     if isinstance(rows, tuple) and len(rows)==2 and all(hasattr(s, 'rows_of')
         for s in rows):
         return rows
     if rows is None and cfg.train_dataset_path=='shapes':
-        return _scenes_pair(cfg)
+        train,val = _scenes_pair(cfg)
+        return train,val if val_rows is None else MapSource(val_rows, cfg.seed, shuffle=False)
+    if val_rows is not None: cfg = evolve(cfg, val_size=0)
     require(rows is not None or cfg.train_dataset_path!=OWN_ROWS,
         f'train_dataset_path is {OWN_ROWS}, the '
         'rows that a run was given in Python: give the file in its directory, RUN/rows.parquet')
@@ -331,9 +335,12 @@ def load_sources(train_cfg:TrainConfig, # names the data set, if there are no ro
         rows = _conform(rows, 'own', columns=cfg.columns)
     if rows is None:
         train = _training_source(cfg)
+    elif hasattr(rows, 'rows_of'):
+        train = as_source(rows)
     else:
         train = MapSource(rows, cfg.seed, cfg.val_size, cfg.data_cutoff_idx)
-    return train,train.held_out()
+    if val_rows is None: return train,train.held_out()
+    return train,MapSource(val_rows, cfg.seed, shuffle=False)
 
 # %% ../../nbs/25_data.loader.ipynb #4c81fa27
 def size_line(train, val)->str: # sources
@@ -354,7 +361,7 @@ def make_samples(train_cfg:TrainConfig, vlm_cfg:VLMConfig, # filters and limits;
         'max_images_per_example']
     limits = {name:getattr(train_cfg, name) for name in names}
     return VQADataset(rows, tokenizer, processor, vlm_cfg.mp_image_token_length,
-        **limits)
+        **limits, keep_columns=train_cfg.keep_columns)
 
 # %% ../../nbs/25_data.loader.ipynb #30d19e01
 def pack_loader(source, samples:VQADataset, vlm_cfg:VLMConfig, train_cfg:TrainConfig,
@@ -400,6 +407,7 @@ def transforms_of(train_cfg:TrainConfig, own:Sequence[Callable]=())->list[Callab
 def get_dataloaders(train_cfg:TrainConfig, vlm_cfg:VLMConfig, dist:Dist|None=None, # default: `this_rank()`
     tokenizer:PreTrainedTokenizerBase|None=None, rows:Any=None, # default: the config's; see `load_sources`
     transforms:Sequence[Callable]=(), processor:Callable=image_processor_of, # changes; how pictures are cut
+    val_rows:Any=None, # for validation; None: as the config says
 )->tuple[PackLoader,PackLoader]: # training and validation
     "Both loaders of a run, for this rank."
     cfg = train_cfg
@@ -409,7 +417,7 @@ def get_dataloaders(train_cfg:TrainConfig, vlm_cfg:VLMConfig, dist:Dist|None=Non
     tokenizer = tokenizer or load_tokenizer(vlm_cfg)
     training = make_samples(cfg, vlm_cfg, tokenizer, (), changes, processor)
     validation = make_samples(cfg, vlm_cfg, tokenizer, (), (), processor)
-    train,val = load_sources(cfg, rows)
+    train,val = load_sources(cfg, rows, val_rows)
     workers = loader_workers(cfg, cores_of_rank())
     asked = cfg.max_val_batches*cfg.batch_size*dist.world_size
     return (pack_loader(train, training, vlm_cfg, cfg, dist, True, workers),

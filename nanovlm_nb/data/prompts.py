@@ -18,6 +18,7 @@ import numpy as np, torch
 from jinja2 import Environment,TemplateError
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from ..core.fields import IGNORE
 from ..core.usage import UsageError,require
@@ -199,19 +200,22 @@ _STEP = ("{% set steps.left = steps.left-1 %}{% if steps.left < 0 %}"
     "{{ raise_exception('it does not end') }}{% endif SIGN%}")
 
 @lru_cache
-def _bounded(template:str)->str:
-    "A chat template that counts the steps of its loops, and writes the same text."
+def _bounded(template:str)->tuple[str,set[str]]:
+    "A chat template that counts the steps of its loops, and writes the same text; the names in it."
     texts = [_BUDGET]
+    names = set()
     tag = ''
     for _,kind,text in Environment(keep_trailing_newline=True).lex(template):
         texts.append(text)
         if text == '**':
             raise TemplateError('it raises to a power')
         if kind == 'block_begin': tag = ''
-        elif kind == 'name': tag = tag or text
+        elif kind == 'name':
+            tag = tag or text
+            names.add(text)
         elif kind == 'block_end' and tag in ('for', 'macro', 'block'):
             texts.append(_STEP.replace('SIGN', '+' if text.startswith('+') else ''))
-    return ''.join(texts)
+    return ''.join(texts), names
 
 def render_chat(tokenizer:PreTrainedTokenizerBase, messages:list[dict],
     prompt:bool=False)->str:
@@ -219,9 +223,12 @@ def render_chat(tokenizer:PreTrainedTokenizerBase, messages:list[dict],
     if tokenizer.chat_template is None:
         raise UsageError('no chat template: pass lm_chat_template to get_tokenizer')
     try:
-        return tokenizer.apply_chat_template(messages, tokenize=False,
-            add_generation_prompt=prompt,
-        chat_template=_bounded(tokenizer.get_chat_template()), enable_thinking=False)
+        template, names = _bounded(tokenizer.get_chat_template())
+        tokens = tokenizer.special_tokens_map # dozens; what the template can see is copied each time
+        tokens = {name:tokens[name] for name in names & tokens.keys()}
+        texts, _ = render_jinja_template([messages], chat_template=template,
+            add_generation_prompt=prompt, enable_thinking=False, **tokens)
+        return texts[0]
     except _FAILS as e:
         raise UsageError(f'the chat template fails: {type(e).__name__}: {e}') from e
 

@@ -133,9 +133,14 @@ def _is_same(row, columns, others):
 def _refuse(column, what, beside):
     "Raise an error about a column that nothing would read."
     flag = 'image' if what == 'pictures' else 'messages'
-    others = f' beside {", ".join(f"`{name}`" for name in beside)}' if beside else ''
+    others = ''
+    both = ''
+    if beside:
+        others = f' beside {", ".join(f"`{name}`" for name in beside)}'
+        if flag == 'image':
+            both = f'; all are read with `{" ".join(f"image={name}" for name in (*beside, column))}`'
     raise UnusedColumn(f'column `{column}` may hold {what}{others}, and would not be read: name what is '
-                       f'meant in columns, as `{flag}={column}`, or remove it')
+                       f'meant in columns, as `{flag}={column}`, or remove it{both}')
 
 def _is_bare_name(value, folders):
     "Whether a value is the name of a file in one of the folders, without an ending."

@@ -7,6 +7,7 @@ __all__ = ['to_row', 'Plan', 'VQADataset']
 
 # %% ../../nbs/19_data.samples.ipynb #c9c161b8
 import math,random
+from collections.abc import Sequence
 from dataclasses import dataclass,field
 from typing import Any
 
@@ -57,6 +58,7 @@ class Plan:
     images:int # pictures
     tiles:int # that the vision tower will see, global views included
     cut:dict[str,int] = field(default_factory=dict) # see `Drops`
+    columns:dict[str,Any] = field(default_factory=dict) # of its row, for a loss of your own
 
 # %% ../../nbs/19_data.samples.ipynb #bb469c67
 class VQADataset(torch.utils.data.Dataset):
@@ -67,7 +69,8 @@ class VQADataset(torch.utils.data.Dataset):
         relevance_min_rating:int=1, image_correspondence_min_rating:int=1, # lowest that passes
         visual_dependency_min_rating:int=1, formatting_min_rating:int=1, # likewise
         max_sample_length:int|None=None, # tokens; with so many, or more, a sample is dropped
-        max_images_per_example:int|None=None): # samples with more pictures are dropped
+        max_images_per_example:int|None=None, # samples with more pictures are dropped
+        keep_columns:Sequence[str]=()): # of rows, numbers that travel with their sample
         self.rows = dataset.with_format('arrow') if isinstance(dataset, datasets.Dataset) else dataset
         self.tokenizer = tokenizer
         self.image_processor = image_processor
@@ -78,6 +81,7 @@ class VQADataset(torch.utils.data.Dataset):
         self.minimums = dict(zip(RATINGS, lowest))
         self.max_sample_length = max_sample_length
         self.max_images_per_example = max_images_per_example
+        self.keep_columns = keep_columns
         self.frames = answer_frames(tokenizer)
         self.special = special_pattern(tokenizer)
         self.drops = Drops()
@@ -122,8 +126,9 @@ class VQADataset(torch.utils.data.Dataset):
         cut = dict(ratings=len(answered)-len(turns), no_answer=len(said)-len(answered),
                    marks=row.get('spare_marks', 0))
         cut = {reason:number for reason,number in cut.items() if number}
+        columns = {name:row[name] for name in self.keep_columns if name in row}
         return Plan(id, ids.numpy().astype(np.int32), labels.numpy().astype(np.int32),
-            tokens, n, tiles, cut)
+            tokens, n, tiles, cut, columns)
 
     def finish(self, plan:Plan, pictures:list, # from `plan_row`; the `images` of its row
         rng:random.Random|None=None)->dict: # chance for augmentations; None: always the same
@@ -136,7 +141,7 @@ class VQADataset(torch.utils.data.Dataset):
             self.mp_image_token_length, 1)
         ids = torch.from_numpy(plan.ids.astype(np.int64).repeat(times))
         labels = torch.from_numpy(plan.labels.astype(np.int64).repeat(times))
-        return dict(id=plan.id, input_ids=ids, labels=labels, images=tiles)
+        return dict(id=plan.id, input_ids=ids, labels=labels, images=tiles, columns=plan.columns)
 
     def load_row(self, row:dict)->dict: # from `to_row`; see `finish`
         "A sample; raises `Dropped` if it is left out."

@@ -22,8 +22,10 @@ from ..core.layout import Layout
 from ..core.usage import UsageError
 
 # %% ../../nbs/28_model.attention.ipynb #fabce6d2
-def document_mask(layout:Layout, causal:bool=True, # where the documents are; no key after the query
-    device:str|torch.device='cpu', # where the mask lives
+def document_mask(
+    layout:Layout, # where the documents are
+    causal:bool=True, # no key after the query
+    device:str|torch.device='cpu', # of the mask
 )->Tensor: # (B, 1, T, T) True where query (row) may use key (column)
     "Returns which positions attend to which; made once for a layout."
     def make():
@@ -34,8 +36,11 @@ def document_mask(layout:Layout, causal:bool=True, # where the documents are; no
 
 # %% ../../nbs/28_model.attention.ipynb #7fba9653
 def explicit_attention(
-    q:Tensor, k:Tensor, v:Tensor, # (B, H, T, D) queries; (B, Hkv, T, D) keys and values
-    layout:Layout|None, causal:bool, # documents, None: one a row; keys after the query are forbidden
+    q:Tensor, # (B, H, T, D) queries
+    k:Tensor, # (B, Hkv, T, D) keys
+    v:Tensor, # (B, Hkv, T, D) values
+    layout:Layout|None, # documents; None: one a row
+    causal:bool, # keys after the query are forbidden
     dropout_p:float, # share of the attention weights that is dropped
 )->Tensor: # (B, H, T, D) mixed values, 0 at padding
     "Scores, mask, softmax, mix: attention as it is defined."
@@ -61,8 +66,13 @@ def _zero_padding(out, layout):
 SHORT_ROW = 256 # positions up to which float32 is the faster kernel on a CPU
 
 # %% ../../nbs/28_model.attention.ipynb #d1aba971
-def sdpa_attention(q:Tensor, k:Tensor, v:Tensor, # as for `explicit_attention`
-    layout:Layout|None, causal:bool, dropout_p:float, # likewise
+def sdpa_attention(
+    q:Tensor, # all as for `explicit_attention`
+    k:Tensor,
+    v:Tensor,
+    layout:Layout|None,
+    causal:bool,
+    dropout_p:float,
 )->Tensor: # (B, H, T, D) mixed values, 0 at padding
     "Fused attention, with the block-diagonal mask if there is a layout."
     fused = F.scaled_dot_product_attention
@@ -80,13 +90,19 @@ def sdpa_attention(q:Tensor, k:Tensor, v:Tensor, # as for `explicit_attention`
     return fused(q, k, v, **how)
 
 # %% ../../nbs/28_model.attention.ipynb #81bf3a2a
-def docs_attention(q:Tensor, k:Tensor, v:Tensor, # as for `explicit_attention`
-    layout:Layout|None, causal:bool, dropout_p:float, # likewise
+def docs_attention(
+    q:Tensor, # all as for `explicit_attention`
+    k:Tensor,
+    v:Tensor,
+    layout:Layout|None,
+    causal:bool,
+    dropout_p:float,
 )->Tensor: # (B, H, T, D) mixed values, 0 at padding
     "Fused attention document by document."
     if layout is None:
         return sdpa_attention(q, k, v, None, causal, dropout_p)
-    if not any(layout.doc_lens): return 0*(q+k.sum()+v.sum())
+    if not any(layout.doc_lens):
+        return 0*(q+k.sum()+v.sum()) # zeros through which gradients pass
     runs = []
     for lens,start in zip(layout.doc_lens, layout.starts):
         row = [
@@ -95,11 +111,12 @@ def docs_attention(q:Tensor, k:Tensor, v:Tensor, # as for `explicit_attention`
             (layout.T-start-sum(lens),False)
         ]
         runs += [(n,real) for n,real in row if n]
-    equal = [(n,real,len([*same])) for (n,real),same in groupby(runs)] # neighbours of one length are a batch
-    cut = [n*count for n,_,count in equal]
-    parts = [x.transpose(1,2).flatten(0,1).split(cut) for x in (q,k,v)]
+    # neighbours of one length are a batch
+    batches = [(n,real,len([*same])) for (n,real),same in groupby(runs)]
+    sizes = [n*count for n,_,count in batches]
+    parts = [x.transpose(1,2).flatten(0,1).split(sizes) for x in (q,k,v)]
     out = []
-    for (n,real,_),*part in zip(equal, *parts):
+    for (n,real,_),*part in zip(batches, *parts):
         queries,keys,values = (x.unflatten(0, (-1,n)).transpose(1,2) for x in part)
         if real:
             mixed = sdpa_attention(queries, keys, values, None, causal, dropout_p)
@@ -110,7 +127,7 @@ def docs_attention(q:Tensor, k:Tensor, v:Tensor, # as for `explicit_attention`
 
 # %% ../../nbs/28_model.attention.ipynb #a7c0d106
 def _sharing()->dict:
-    "Returns what tells `varlen_attn` that heads share keys; before torch 2.13 their number does."
+    "Returns the argument by which heads share keys in `varlen_attn`; before torch 2.13 there is none."
     with suppress(ImportError):
         from torch.nn.attention.varlen import varlen_attn
         if 'enable_gqa' in signature(varlen_attn).parameters:
@@ -121,8 +138,13 @@ def _sharing()->dict:
 SHARING = _sharing()
 
 # %% ../../nbs/28_model.attention.ipynb #a7c0d107
-def varlen_attention(q:Tensor, k:Tensor, v:Tensor, # as for `explicit_attention`
-    layout:Layout|None, causal:bool, dropout_p:float, # likewise; with dropout `sdpa_attention` takes over
+def varlen_attention(
+    q:Tensor, # all as for `explicit_attention`
+    k:Tensor,
+    v:Tensor,
+    layout:Layout|None,
+    causal:bool,
+    dropout_p:float, # above 0: `sdpa_attention` takes over
 )->Tensor: # (B, H, T, D) mixed values, 0 at padding
     "FlashAttention over all documents of all rows in one call, without a mask."
     from torch.nn.attention.varlen import varlen_attn # not in every release
@@ -155,7 +177,10 @@ BACKENDS:dict = dict(
 )
 
 @lru_cache(maxsize=None)
-def problem_of(name:str, kind:str, dtype:torch.dtype, # in `BACKENDS`; of a device, e.g. `cuda`; of q, k and v
+def problem_of(
+    name:str, # in `BACKENDS`
+    kind:str, # of a device, e.g. `cuda`
+    dtype:torch.dtype, # of queries, keys and values
 )->str|None: # None: there is none
     "Returns why a backend cannot be used here."
     x = torch.zeros(1, 1, 4, 64, device=kind, dtype=dtype)
@@ -167,21 +192,24 @@ def problem_of(name:str, kind:str, dtype:torch.dtype, # in `BACKENDS`; of a devi
 
 # %% ../../nbs/28_model.attention.ipynb #4395bd8e
 @lru_cache(maxsize=None)
-def choose_backend(asked:str, packed:bool, # in `BACKENDS`, `flash` or auto; rows hold several documents
-    kind:str, dtype:torch.dtype=torch.float32, # of the device, e.g. `cuda`; of queries, keys and values
+def choose_backend(
+    asked:str, # in `BACKENDS`, `flash` or `auto`
+    packed:bool, # rows hold several documents
+    kind:str, # of the device, e.g. `cuda`
+    dtype:torch.dtype=torch.float32, # of queries, keys and values
 )->str: # a name in `BACKENDS`
     "Returns the first backend that works here; a reason why one does not is logged, once."
     if asked not in ('auto','flash',*BACKENDS):
         raise UsageError(f"unknown attention backend {asked!r}: choose auto, {', '.join(BACKENDS)}")
-    short = dtype in (torch.bfloat16,torch.float16)
-    wished = []
+    half = dtype in (torch.bfloat16,torch.float16)
+    wanted = []
     if asked!='auto':
-        wished.append('varlen' if asked=='flash' else asked)
-    if packed and kind=='cpu': wished.append('docs')
-    elif packed and short: wished.append('varlen')
-    order = [*dict.fromkeys([*wished, 'sdpa', 'explicit'])]
+        wanted.append('varlen' if asked=='flash' else asked)
+    if packed and kind=='cpu': wanted.append('docs')
+    elif packed and half: wanted.append('varlen')
+    order = [*dict.fromkeys([*wanted, 'sdpa', 'explicit'])]
     for name in order:
-        if order[0]!='varlen': break
+        if order[0]!='varlen': break # no other can be missing
         problem = problem_of(name, kind, dtype)
         if problem is None: break
         log.warning(
@@ -203,9 +231,13 @@ def _in_graph(*asked):
 
 # %% ../../nbs/28_model.attention.ipynb #818ceda8
 def attention(
-    q:Tensor, k:Tensor, v:Tensor, # (B, H, T, D) queries; (B, Hkv, T, D) keys and values, Hkv divides H
-    layout:Layout|None=None, causal:bool=True, # documents, None: one a row; no keys after the query
-    backend:str='auto', dropout_p:float=0., # in `BACKENDS`, or auto; share of the weights that is dropped
+    q:Tensor, # (B, H, T, D) queries
+    k:Tensor, # (B, Hkv, T, D) keys, Hkv divides H
+    v:Tensor, # (B, Hkv, T, D) values
+    layout:Layout|None=None, # documents; None: one a row
+    causal:bool=True, # no key after the query
+    backend:str='auto', # in `BACKENDS`, or auto
+    dropout_p:float=0., # share of the attention weights that is dropped
 )->Tensor: # (B, H, T, D) mixed values; 0 at padding
     "Attention inside documents."
     ids:Any = None if layout is None else layout.documents
@@ -219,7 +251,9 @@ def attention(
 
 # %% ../../nbs/28_model.attention.ipynb #20ed4b75
 def cached_attention(
-    q:Tensor, k:Tensor, v:Tensor, # (B, H, T, D) new queries; (B, Hkv, S, D) keys and values, new ones last
+    q:Tensor, # (B, H, T, D) new queries
+    k:Tensor, # (B, Hkv, S, D) keys, new ones last
+    v:Tensor, # (B, Hkv, S, D) values, new ones last
     key_mask:Tensor, # (B, S) True where the column holds a token of the row
 )->Tensor: # (B, H, T, D) mixed values
     "Attention of a row's new tokens over cached keys."

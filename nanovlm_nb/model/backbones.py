@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['SIGLIP', 'CLIP', 'DINOV2', 'LLAMA', 'QWEN2', 'QWEN3', 'FAMILIES', 'TAKE_OVER', 'POSITIONS', 'Family', 'their_names',
-           'vision_config', 'language_config', 'with_tower', 'backbone_fields', 'is_computed', 'check_shape',
-           'check_names', 'fill', 'load_weights', 'vision_weights', 'load_vision_backbone', 'language_weights',
-           'load_language_backbone']
+           'check_fields', 'transformers_config', 'families_with', 'our_fields', 'rope_fields', 'decoder_fields',
+           'vision_config', 'language_config', 'pixel_fields', 'with_tower', 'backbone_fields', 'is_computed',
+           'check_shape', 'check_names', 'fill', 'load_weights', 'our_tensors', 'their_tensors', 'vision_weights',
+           'load_vision_backbone', 'with_rows', 'language_weights', 'load_language_backbone']
 
 # %% ../../nbs/34_model.backbones.ipynb #6e7d09b6
 import re
@@ -25,7 +26,7 @@ from ..core.usage import require,UsageError
 from ..core.config import BESIDE_WEIGHTS,evolve,VLMConfig
 from .vision import ViT
 from .language import LanguageModel
-from .files import _json,_read_tensors,resolve_checkpoint,Tensors
+from .files import read_json,read_tensors,resolve_checkpoint,Tensors
 
 # %% ../../nbs/34_model.backbones.ipynb #723db603
 @dataclass(frozen=True)
@@ -186,30 +187,39 @@ FAMILIES = dict(
 )
 
 # %% ../../nbs/34_model.backbones.ipynb #c3eac819
-def their_names(name:str, family:Family)->list[str]: # a tensor of ours; the table
-    "Returns the tensors of a checkpoint that make one of ours; none if it comes from nowhere."
+def their_names(
+    name:str, # a tensor of ours
+    family:Family,
+)->list[str]: # none: the checkpoint has nothing for it
+    "Returns the tensors of a checkpoint that make one of ours."
     for ours,theirs in family.names.items():
         match = re.fullmatch(re.escape(ours).replace(r'\*', r'([^.]+)'), name)
         if match is None: continue
-        found = []
+        names = []
         for their in [theirs] if isinstance(theirs, str) else theirs:
             for part in match.groups():
                 their = their.replace('*', part, 1)
-            found.append(their[1:] if their[0]=='/' else family.prefix+their)
-        return found
+            # a slash: without the prefix
+            names.append(their[1:] if their[0]=='/' else family.prefix+their)
+        return names
     return []
 
 # %% ../../nbs/34_model.backbones.ipynb #44355539
-def _check_fields(ours:Any, wanted:dict[str,Any], theirs:str, advice:str)->None: # values; whose they are
+def check_fields(
+    ours:Any, # what has the fields
+    wanted:dict[str,Any], # field -> value
+    theirs:str, # whose values these are, for the message
+    advice:str, # ends the message: what to do
+)->None:
     "Raises a UsageError for a field that differs from what is wanted."
-    for k,v in wanted.items():
-        have = getattr(ours, k, v)
-        require(have==v, f"{k} is {have}, but {theirs} {v}: {advice}")
+    for name,right in wanted.items():
+        value = getattr(ours, name, right)
+        require(value==right, f"{name} is {value}, but {theirs} {right}: {advice}")
 
 # %% ../../nbs/34_model.backbones.ipynb #d6cf37a0
-def _their_config(folder):
-    "What transformers makes of a `config.json`."
-    # knows every model there is: a second to import, and most runs have no such checkpoint
+def transformers_config(folder:Path)->Any: # of a checkpoint
+    "Returns what transformers makes of a `config.json`."
+    # a second to import, and most runs have no such checkpoint
     from transformers import AutoConfig
     # code of theirs is not asked about, it is refused
     try:
@@ -218,12 +228,14 @@ def _their_config(folder):
         raise UsageError(f'{folder} is no model that transformers knows: {e}') from e
 
 # %% ../../nbs/34_model.backbones.ipynb #68741116
-def _families(wanted): return {kind:f for kind,f in FAMILIES.items() if wanted in f.fields} # a field of ours
+def families_with(our_field:str)->dict[str,Family]: # of ours
+    "Returns the families whose configurations have a field, by `model_type`."
+    return {kind:family for kind,family in FAMILIES.items() if our_field in family.fields}
 
-def _family(folder, wanted):
+def _family(folder, our_field):
     "The family of a checkpoint, and the part of its configuration that describes the model."
-    config = _their_config(folder)
-    known = _families(wanted)
+    config = transformers_config(folder)
+    known = families_with(our_field)
     require(
         config.model_type in known,
         f"{folder} is a checkpoint of type {config.model_type!r}: "
@@ -231,7 +243,7 @@ def _family(folder, wanted):
     )
     family = known[config.model_type]
     part = getattr(config, family.part, config) if family.part else config
-    _check_fields(
+    check_fields(
         part,
         family.requires,
         f'{folder} can be built here only with',
@@ -240,18 +252,26 @@ def _family(folder, wanted):
     return family,part
 
 # %% ../../nbs/34_model.backbones.ipynb #09df03e2
-def _our_fields(family, part):
+def our_fields(
+    family:Family,
+    part:Any, # of a configuration of transformers, see `Family`
+)->dict[str,Any]:
+    "Returns the numbers of a model as fields of `VLMConfig`."
     return {ours:getattr(part, theirs) for ours,theirs in family.fields.items()} | family.fixed
 
 # %% ../../nbs/34_model.backbones.ipynb #5e0ba2f4
-def _rope(part):
-    "What transformers 5, or 4, calls the parameters of the rotary embedding."
+def rope_fields(part:Any)->dict[str,Any]: # of a configuration of transformers
+    "Returns the parameters of the rotary embedding, whose name depends on transformers' release."
     return getattr(part, 'rope_parameters', None) or getattr(part, 'rope_scaling', None) or {}
 
-def _decoder_fields(family, part, name):
-    "All our numbers of a decoder, from its configuration."
-    ours = _our_fields(family, part)
-    rope = _rope(part)
+def decoder_fields(
+    family:Family,
+    part:Any, # of a configuration of transformers, see `Family`
+    name:str|Path, # where it comes from, for messages
+)->dict[str,Any]:
+    "Returns the numbers of a decoder as fields of `VLMConfig`."
+    ours = our_fields(family, part)
+    rope = rope_fields(part)
     base = rope['rope_theta'] if 'rope_theta' in rope else part.rope_theta
     kind = rope.get('rope_type', 'default')
     require(
@@ -269,14 +289,14 @@ def _decoder_fields(family, part, name):
 # %% ../../nbs/34_model.backbones.ipynb #290c9262
 def vision_config(name:str|Path)->dict[str,Any]: # directory or hub name of a vision backbone
     "Returns its numbers as fields of `VLMConfig`."
-    return _our_fields(*_family(resolve_checkpoint(name), 'vit_hidden_dim'))
+    return our_fields(*_family(resolve_checkpoint(name), 'vit_hidden_dim'))
 
 # %% ../../nbs/34_model.backbones.ipynb #d834b239
 def language_config(name:str|Path)->dict[str,Any]: # directory or hub name of a language backbone
     "Returns its numbers and its tokenizer; Qwen's matrix has more rows than the tokenizer has tokens."
     folder = resolve_checkpoint(name)
     family,part = _family(folder, 'lm_hidden_dim')
-    ours = _decoder_fields(family, part, name)
+    ours = decoder_fields(family, part, name)
     file = folder/'tokenizer.json'
     if file.is_file():
         known = Tokenizer.from_file(str(file)).get_vocab_size()
@@ -287,12 +307,12 @@ def language_config(name:str|Path)->dict[str,Any]: # directory or hub name of a 
     return ours
 
 # %% ../../nbs/34_model.backbones.ipynb #81be4f07
-def _pixels(p):
-    "`pixel_mean` and `pixel_std` of an image processor's file."
-    if not p.get('do_normalize', True):
+def pixel_fields(rules:dict[str,Any])->dict[str,Any]: # file of an image processor
+    "Returns its `pixel_mean` and `pixel_std`."
+    if not rules.get('do_normalize', True):
         return dict(pixel_mean=[0.], pixel_std=[1.])
-    mean = list(p.get('image_mean') or [.5])
-    std = list(p.get('image_std') or [.5])
+    mean = list(rules.get('image_mean') or [.5])
+    std = list(rules.get('image_std') or [.5])
     # values that small mean 0, see `80_uses.export`
     return dict(pixel_mean=[m if abs(m)>1e-6 else 0. for m in mean], pixel_std=std)
 
@@ -321,8 +341,8 @@ def _tower_fields(cfg:VLMConfig)->dict[str,Any]: # names a vision backbone
     plain = (cfg.pixel_mean,cfg.pixel_std)==([0.],[1.])
     if not plain or not numbers.get('vit_cls_flag'):
         return numbers
-    rules = _json(resolve_checkpoint(cfg.vit_model_type), 'preprocessor_config.json')
-    return numbers | _pixels(rules) if rules else numbers
+    rules = read_json(resolve_checkpoint(cfg.vit_model_type), 'preprocessor_config.json')
+    return numbers | pixel_fields(rules) if rules else numbers
 
 
 # %% ../../nbs/34_model.backbones.ipynb #e7fe5c42
@@ -330,19 +350,25 @@ def with_tower(cfg:VLMConfig)->VLMConfig: # names a vision backbone
     "Returns a configuration that fits it."
     return evolve(cfg, **_tower_fields(cfg))
 
-def backbone_fields(cfg:VLMConfig)->dict[str,dict[str,Any]]: # of a new model; name of a backbone -> fields
-    "Returns what the backbones say; of fields beside the weights only those that were not given."
-    found = {}
+def backbone_fields(
+    cfg:VLMConfig, # of a new model
+)->dict[str,dict[str,Any]]: # name of a backbone -> fields
+    "Returns the fields that follow from the backbones; of those beside the weights only what was not given."
+    by_name = {}
     for part,name in cfg.backbones.items():
         numbers = _tower_fields(cfg) if part=='vit' else language_config(name)
-        found[name] = {
+        by_name[name] = {
             n:value for n,value in numbers.items() if n not in cfg.given&BESIDE_WEIGHTS
         }
-    return found
+    return by_name
 
 
 # %% ../../nbs/34_model.backbones.ipynb #7686b6dd
-def _check_tensors(have:Collection[str], wanted:Collection[str], source:str)->None: # of tensors; where from
+def _check_tensors(
+    have:Collection[str], # names of the tensors
+    wanted:Collection[str], # names of the places for them
+    source:str, # where the tensors come from
+)->None:
     "Raises a UsageError that names tensors that are missing or left over."
     def some(names):
         first = ', '.join(sorted(names)[:5])
@@ -358,7 +384,12 @@ def is_computed(name:str)->bool: # of a tensor
     "Returns whether it follows from the configuration, whatever a file has: rotation angles do."
     return name.endswith('inv_freq')
 
-def check_shape(name:str, w:Tensor, shape:torch.Size, source:str)->Tensor: # wanted; where it comes from
+def check_shape(
+    name:str,
+    w:Tensor,
+    shape:torch.Size, # the right one
+    source:str, # where the tensor comes from
+)->Tensor:
     "Returns the tensor; a UsageError if it has another shape."
     require(
         w.shape==shape,
@@ -367,30 +398,44 @@ def check_shape(name:str, w:Tensor, shape:torch.Size, source:str)->Tensor: # wan
     )
     return w
 
-def check_names(module:nn.Module, state:Collection[str], source:str)->None: # names; where they come from
+def check_names(
+    module:nn.Module,
+    state:Collection[str], # names of tensors
+    source:str, # where they come from
+)->None:
     "Raises a UsageError unless there is a tensor for each place of a module, and a place for each."
     computed = [k for k in module.state_dict() if is_computed(k)]
     _check_tensors({*state, *computed}, module.state_dict(), source)
 
 @torch.no_grad()
-def fill(module:nn.Module, state:Mapping[str,Tensor], source:str)->None: # where the tensors come from
+def fill(
+    module:nn.Module,
+    state:Mapping[str,Tensor], # tensors by name
+    source:str, # where they come from
+)->None:
     "Copies tensors to their places, one after the other."
     places = module.state_dict()
     for name in state:
         if is_computed(name): continue
         places[name].copy_(check_shape(name, state[name], places[name].shape, source))
 
-def load_weights(module:nn.Module, state:Mapping[str,Tensor], source:str)->None: # where they come from
+def load_weights(
+    module:nn.Module,
+    state:Mapping[str,Tensor], # tensors by name
+    source:str, # where they come from
+)->None:
     "Copies every tensor to its place, if names are complete."
     check_names(module, state, source)
     fill(module, state, source)
 
 # %% ../../nbs/34_model.backbones.ipynb #63387cd9
-def _our_tensors(
-    wanted:Collection[str], theirs:Mapping[str,Tensor], # names of ours; a checkpoint
-    names_of:Callable, ignore:Collection[str], # our name -> theirs, a list; patterns that are not read
+def our_tensors(
+    wanted:Collection[str], # names of ours
+    theirs:Mapping[str,Tensor], # a checkpoint
+    names_of:Callable, # our name -> theirs, a list
+    ignore:Collection[str], # patterns of theirs that are not read
     source:str, # where they come from, for messages
-)->Tensors: # ours, but those that come from nowhere
+)->Tensors: # without those that the checkpoint has nothing for
     "Returns our tensors, made from theirs."
     sources = {k:names_of(k) for k in wanted}
     used = set().union(*sources.values())
@@ -398,7 +443,9 @@ def _our_tensors(
         return name in used or not any(fnmatch(name, pattern) for pattern in ignore)
     _check_tensors({*filter(is_read, theirs)}, used, source)
     def make(name):
-        return _shaped(name, _joined({n:theirs[n] for n in sources[name]}))
+        w = _joined({n:theirs[n] for n in sources[name]})
+        # positions and the class token have two axes more here than theirs
+        return w.view(1, -1, w.shape[-1]) if name.endswith(('position_embedding','cls_token')) else w
     return Tensors({k:partial(make, k) for k,names in sources.items() if names})
 
 # %% ../../nbs/34_model.backbones.ipynb #7bcd47ef
@@ -409,13 +456,12 @@ def _joined(parts:dict[str,Tensor])->Tensor: # of theirs, by name
         return torch.einsum('r...,r->r...', *tensors)
     return torch.cat(tensors)
 
-def _shaped(name, w):
-    "Positions and the class token have two axes more here than theirs."
-    return w.view(1, -1, w.shape[-1]) if name.endswith(('position_embedding','cls_token')) else w
-
 
 # %% ../../nbs/34_model.backbones.ipynb #7bcd47f1
-def _their_tensors(state:dict[str,Tensor], names_of:Callable)->dict[str,Tensor]: # our name -> theirs, a list
+def their_tensors(
+    state:dict[str,Tensor], # our tensors
+    names_of:Callable, # our name -> theirs, a list
+)->dict[str,Tensor]:
     "Returns copies of our tensors under their names, without those that have none."
     theirs = {}
     for k,tensor in state.items():
@@ -435,27 +481,32 @@ def _prefixed(state, prefix):
 TAKE_OVER = "take the fields of the backbone's own configuration"
 POSITIONS = 'patch_embedding.position_embedding'
 
-def _interpolated(w:Tensor, old:int, new:int)->Tensor: # (1, P, D); patches of a side
+def _interpolated(
+    w:Tensor, # (1, P, D) positions
+    old:int, # patches along a side
+    new:int, # patches along a side that are wanted
+)->Tensor: # (1, P, D) for another P
     "Returns positions of new x new patches from those of old x old, as transformers does."
-    first = w.shape[1]-old*old # a class token keeps its own
-    grid = w[:,first:].float().unflatten(1, (old,old)).permute(0, 3, 1, 2)
+    extra = w.shape[1]-old*old # a class token keeps its own
+    grid = w[:,extra:].float().unflatten(1, (old,old)).permute(0, 3, 1, 2)
     grid = F.interpolate(grid, size=(new,new), mode='bicubic', align_corners=False)
-    return torch.cat([w[:,:first], grid.flatten(2).transpose(1, 2).to(w)], 1)
+    return torch.cat([w[:,:extra], grid.flatten(2).transpose(1, 2).to(w)], 1)
 
-def vision_weights(vit:ViT, name:str|Path)->Tensors: # that will get them; directory or hub name
+def vision_weights(
+    vit:ViT, # will get them
+    name:str|Path, # directory or hub name
+)->Tensors:
     "Returns the weights of a vision backbone under our names."
     folder = resolve_checkpoint(name)
     wanted = vit.state_dict()
     family,part = _family(folder, 'vit_hidden_dim')
-    numbers = _our_fields(family, part)
+    numbers = our_fields(family, part)
     numbers.pop('vit_img_size')
-    _check_fields(vit.cfg, numbers, f'{name} has', TAKE_OVER)
+    check_fields(vit.cfg, numbers, f'{name} has', TAKE_OVER)
     zeros = {k:torch.zeros_like(wanted[k]) for k in family.zeros}
-    theirs = _prefixed(_read_tensors(folder), family.prefix)
+    theirs = _prefixed(read_tensors(folder), family.prefix)
     names_of = partial(their_names, family=family)
-    state = _our_tensors(
-        wanted.keys()-zeros, theirs, names_of, family.ignore, str(name)
-    )
+    state = our_tensors(wanted.keys()-zeros, theirs, names_of, family.ignore, str(name))
     old = part.image_size//part.patch_size
     new = vit.cfg.patches_per_side
     make = state.makers[POSITIONS]
@@ -463,23 +514,33 @@ def vision_weights(vit:ViT, name:str|Path)->Tensors: # that will get them; direc
         state.makers[POSITIONS] = lambda: _interpolated(make(), old, new)
     return state | zeros
 
-def load_vision_backbone(vit:ViT, name:str|Path)->None: # receives the weights; directory or hub name
+def load_vision_backbone(
+    vit:ViT, # gets the weights
+    name:str|Path, # directory or hub name
+)->None:
     "Loads the weights of a vision backbone."
     load_weights(vit, vision_weights(vit, name), str(name))
 
 # %% ../../nbs/34_model.backbones.ipynb #54382ce4
-def _extended(w, rows):
+def with_rows(
+    w:Tensor, # (n, D)
+    rows:int, # of the result
+)->Tensor: # (rows, D)
+    "Returns a matrix with more rows, which are drawn."
     new = nn.init.normal_(w.new_empty(rows-len(w), w.shape[1]), std=.02)
     return torch.cat([w, new])
 
 def _with_new_rows(make, known, rows):
     "What makes a matrix of which so many rows are kept and others follow, which are drawn now."
-    new = _extended(make()[:known], rows)[known:].clone()
+    new = with_rows(make()[:known], rows)[known:].clone()
     return lambda: torch.cat([make()[:known], new])
 
 # %% ../../nbs/34_model.backbones.ipynb #1432f4a0
-def language_weights(lm:LanguageModel, name:str|Path)->Tensors: # that will get them; directory or hub name
-    "Returns the weights of a language backbone; rows of tokens that it does not know are drawn."
+def language_weights(
+    lm:LanguageModel, # will get them
+    name:str|Path, # directory or hub name
+)->Tensors:
+    "Returns the weights of a language backbone; rows of tokens that it does not have are drawn."
     require(
         not lm.cfg.use_moe,
         f"{name} has one MLP a block and no experts, but use_moe is True: "
@@ -492,11 +553,11 @@ def language_weights(lm:LanguageModel, name:str|Path)->Tensors: # that will get 
     family,_ = _family(folder, 'lm_hidden_dim')
     free = ('lm_max_position_embeddings','lm_tie_weights','lm_tokenizer')
     wanted = {k:v for k,v in language_config(folder).items() if k not in free}
-    _check_fields(cfg, wanted, f'{name} has', TAKE_OVER)
-    theirs = _prefixed(_read_tensors(folder), family.prefix)
+    check_fields(cfg, wanted, f'{name} has', TAKE_OVER)
+    theirs = _prefixed(read_tensors(folder), family.prefix)
     theirs.alias('lm_head.weight', 'model.embed_tokens.weight')
     names_of = partial(their_names, family=family)
-    state = _our_tensors(lm.state_dict(), theirs, names_of, family.ignore, str(name))
+    state = our_tensors(lm.state_dict(), theirs, names_of, family.ignore, str(name))
     require(
         not cfg.lm_tie_weights or torch.equal(state[embed], state[head]),
         f"{name} has a head of its own, but lm_tie_weights is True: set it to False"
@@ -509,6 +570,9 @@ def language_weights(lm:LanguageModel, name:str|Path)->Tensors: # that will get 
         state.makers[head] = state.makers[embed]
     return state
 
-def load_language_backbone(lm:LanguageModel, name:str|Path)->None: # receives weights; directory or hub name
-    "Loads the weights of a language backbone; rows of tokens that it does not know are initialised."
+def load_language_backbone(
+    lm:LanguageModel, # gets the weights
+    name:str|Path, # directory or hub name
+)->None:
+    "Loads the weights of a language backbone; rows of tokens that it does not have are drawn."
     load_weights(lm, language_weights(lm, name), str(name))

@@ -32,9 +32,13 @@ class _Flops(NamedTuple):
         return _Flops(*(a+b for a,b in zip(self, other)))
 
 # %% ../../nbs/40_model.flops.ipynb #4cd6de13
-def _matrix_flops(weights:int, trained:bool, passed:bool)->_Flops: # its gradient is wanted, and its input's
+def _matrix_flops(
+    weights:int, # numbers in the matrix
+    trained:bool, # its gradient is wanted
+    passed:bool, # its input's gradient is wanted
+)->_Flops:
     "Returns the cost of a matrix times one vector, and of its backward pass."
-    return _Flops(2*weights, 2*weights*(trained+passed))
+    return _Flops(2*weights, 2*weights*(trained+passed)) # each gradient costs as much as the output
 
 # %% ../../nbs/40_model.flops.ipynb #18783742
 def pairs(doc_lens:Iterable)->int: # lengths of documents; also one list of them a row
@@ -56,7 +60,9 @@ COMPONENTS = ('MP','vision_encoder','decoder') # attributes of the model that ca
 
 # %% ../../nbs/40_model.flops.ipynb #4642b89b
 def _vision_flops(
-    cfg:VLMConfig, trained:bool=True, checkpointing:bool=False, # whether it learns, whether it is recomputed
+    cfg:VLMConfig,
+    trained:bool=True, # it learns
+    checkpointing:bool=False, # it is recomputed
     adapters:int=0, # numbers in its adapters; then its own weights are frozen
 )->_Flops: # of one tile
     "Returns the cost of the vision tower."
@@ -68,29 +74,36 @@ def _vision_flops(
     patch = _matrix_flops(3*cfg.vit_patch_size**2*D, trained, False).plus(beside)
     block = _matrix_flops(4*D*D + (2+cfg.native)*D*I, trained, passed) # native: a gated MLP
     mixing = _Flops() if cfg.native else _Flops(4*P*D, 8*P*D*passed)
-    again = _Flops(
+    repeated = _Flops(
         0, 0, (block.forward+mixing.forward-2*D*I)*(checkpointing and passed)
     )
-    blocks = block.plus(mixing).plus(again).times(cfg.vit_n_blocks*P)
+    blocks = block.plus(mixing).plus(repeated).times(cfg.vit_n_blocks*P)
     return patch.times(cfg.n_patches).plus(blocks)
 
 # %% ../../nbs/40_model.flops.ipynb #45dda643
 def _projector_flops(
-    cfg:VLMConfig, trained:bool=True, passed:bool=True, # whether it learns, whether the tower before it does
+    cfg:VLMConfig,
+    trained:bool=True, # it learns
+    passed:bool=True, # the tower before it learns
     adapters:int=0, # numbers in its adapters; then its own weights are frozen
 )->_Flops: # of one tile
     "Returns the cost of the projector."
     width = cfg.vit_hidden_dim*cfg.mp_pixel_shuffle_factor**2
     inside = width if cfg.native else cfg.lm_hidden_dim
     learns = trained or adapters>0
-    two = cfg.native or cfg.mp_kind=='mlp'
-    first = _matrix_flops(width*inside, trained, passed or two and trained) # two layers begin with a norm
-    second = _matrix_flops(inside*cfg.lm_hidden_dim, trained, learns or passed).times(two)
+    two_layers = cfg.native or cfg.mp_kind=='mlp'
+    norm_learns = two_layers and trained # two layers begin with a norm
+    first = _matrix_flops(width*inside, trained, passed or norm_learns)
+    second = _matrix_flops(inside*cfg.lm_hidden_dim, trained, learns or passed)
     beside = _matrix_flops(adapters, True, passed)
-    return first.plus(second).plus(beside).times(cfg.mp_image_token_length)
+    if two_layers: first = first.plus(second)
+    return first.plus(beside).times(cfg.mp_image_token_length)
 
 # %% ../../nbs/40_model.flops.ipynb #c40fd8ae
-def _tower_pairs(cfg:VLMConfig, passed:bool, checkpointing:bool, # a gradient passes, the tower is recomputed
+def _tower_pairs(
+    cfg:VLMConfig,
+    passed:bool, # a gradient passes through the tower
+    checkpointing:bool, # it is recomputed
 )->dict[str,_Flops]: # for a pair of patches, see `TOWER_PAIRS`
     "Returns the cost of attention in a tower with windows; nothing for another."
     if not cfg.native: return {}
@@ -103,14 +116,17 @@ def _tower_pairs(cfg:VLMConfig, passed:bool, checkpointing:bool, # a gradient pa
 def _block_weights(cfg:VLMConfig)->int: # numbers that one position is multiplied with
     "Returns the size of the matrices of a block of the language model, of experts those that are visited."
     D = cfg.lm_hidden_dim
-    one = 3*cfg.lm_hidden_dim*cfg.lm_inter_dim
-    gated = (cfg.moe_top_k+cfg.moe_shared_experts)*one + D*cfg.moe_experts if cfg.use_moe else one
-    return 2*D*cfg.head_width*(cfg.lm_n_heads+cfg.lm_n_kv_heads) + gated
+    mlp = 3*cfg.lm_hidden_dim*cfg.lm_inter_dim
+    mlps = (cfg.moe_top_k+cfg.moe_shared_experts)*mlp + D*cfg.moe_experts if cfg.use_moe else mlp
+    return 2*D*cfg.head_width*(cfg.lm_n_heads+cfg.lm_n_kv_heads) + mlps
 
 # %% ../../nbs/40_model.flops.ipynb #dbe066c2
-def _language_flops(cfg:VLMConfig, trains:set[str], # sizes; components that learn
+def _language_flops(
+    cfg:VLMConfig,
+    trains:set[str], # components that learn
     last_blocks:int|None, # only so many blocks learn, or have adapters; None: all
-    checkpointing:bool, adapters:dict[str,int], # recomputed; numbers in each one's adapters
+    checkpointing:bool, # it is recomputed
+    adapters:dict[str,int], # numbers in each component's adapters
 )->dict[str,_Flops]: # `blocks` for a position, `attention` for a pair, `head` for a target
     "Returns the cost of the language model."
     L = cfg.lm_n_blocks
@@ -122,48 +138,57 @@ def _language_flops(cfg:VLMConfig, trains:set[str], # sizes; components that lea
     passed = learning
     if below: passed = L
     elif adapters: passed = last_blocks or L
-    w = _block_weights(cfg)
-    again = passed*checkpointing
+    weights = _block_weights(cfg)
+    repeated = passed*checkpointing
     # with experts, the mixture of their answers needs these
-    last = 0 if cfg.use_moe else cfg.lm_hidden_dim*cfg.lm_inter_dim
+    not_repeated = 0 if cfg.use_moe else cfg.lm_hidden_dim*cfg.lm_inter_dim
     beside = _matrix_flops(adapters.get('decoder', 0), True, True)
-    blocks = _Flops(2*w*L, 2*w*(passed+learning), again*2*(w-last)).plus(beside)
+    recompute = repeated*2*(weights-not_repeated)
+    blocks = _Flops(2*weights*L, 2*weights*(passed+learning), recompute).plus(beside)
     return dict(
         blocks=blocks,
-        attention=_Flops(4*W*L, 8*W*passed, again*4*W),
+        attention=_Flops(4*W*L, 8*W*passed, repeated*4*W),
         head=_matrix_flops(D*cfg.lm_vocab_size, whole, True)
     )
 
 # %% ../../nbs/40_model.flops.ipynb #dbe066c3
 def unit_flops(
-    cfg:VLMConfig, trains:Iterable[str]=COMPONENTS, last_blocks:int|None=None, # what learns; its last blocks
-    vision_checkpointing:bool=False, language_checkpointing:bool=False, # recompute tower, language model
+    cfg:VLMConfig,
+    trains:Iterable[str]=COMPONENTS, # components that learn
+    last_blocks:int|None=None, # of the language model, that learn; None: all
+    vision_checkpointing:bool=False, # the tower is recomputed
+    language_checkpointing:bool=False, # the language model is
     cache_features:bool=False, # what a frozen tower made of a tile is read and not computed
     adapters:dict[str,int]|None=None, # numbers in the adapters of each component, which learn alone
-)->dict[str,_Flops]: # part -> arithmetic for one tile, position ..., as `DRIVERS` and `TOWER_PAIRS` say
+)->dict[str,_Flops]: # part -> arithmetic for one tile, position ..., see `DRIVERS` and `TOWER_PAIRS`
     "Returns what one unit of each count costs; computed once for a run."
     beside = adapters or {}
     trains = set() if adapters else set(trains)
     vision = 'vision_encoder' in trains
-    n = beside.get('vision_encoder', 0)
-    cached = cache_features and not vision and not n
-    seen = _Flops() if cached else _vision_flops(cfg, vision, vision_checkpointing, n)
+    in_tower = beside.get('vision_encoder', 0)
+    cached = cache_features and not vision and not in_tower
+    tower = _Flops() if cached else _vision_flops(cfg, vision, vision_checkpointing, in_tower)
     projector = _projector_flops(
-        cfg, 'MP' in trains, vision or n>0, beside.get('MP', 0)
+        cfg, 'MP' in trains, vision or in_tower>0, beside.get('MP', 0)
     )
     return dict(
-        vision=seen,
+        vision=tower,
         projector=projector,
-        **_tower_pairs(cfg, vision or n>0, vision_checkpointing),
+        **_tower_pairs(cfg, vision or in_tower>0, vision_checkpointing),
         **_language_flops(cfg, trains, last_blocks, language_checkpointing, beside)
     )
 
 # %% ../../nbs/40_model.flops.ipynb #2d969064
 def step_flops(
-    vlm_cfg:VLMConfig, tiles:float, doc_lens:list, targets:float, # lengths of documents, or one list a row
+    vlm_cfg:VLMConfig,
+    tiles:float,
+    doc_lens:list, # lengths of documents, or one list of them a row
+    targets:float,
     positions:float|None=None, # rows times length, padding included; None: there is no padding
     trains:Iterable[str]=COMPONENTS, # components that learn
-    window_pairs:float=0, picture_pairs:float=0, **how, # see `TOWER_PAIRS`; more of `unit_flops`
+    window_pairs:float=0, # see `TOWER_PAIRS`
+    picture_pairs:float=0, # likewise
+    **how # more of `unit_flops`
 )->dict[str,_Flops]: # part -> arithmetic; `padding` is waste
     "Returns the cost of forward and backward of one batch."
     units = unit_flops(vlm_cfg, trains, **how)
@@ -265,15 +290,22 @@ def peak_flops(device_name:str)->float|None: # likewise
 
 # %% ../../nbs/40_model.flops.ipynb #6ae74eb6
 def mfu(
-    flops:float, seconds:float, peak:float|None, # of all ranks; FLOP/s of all ranks together, None: unknown
-)->float|None: # a share
+    flops:float, # of all ranks
+    seconds:float,
+    peak:float|None, # FLOP/s of all ranks together; None: unknown
+)->float|None: # a share; None: unknown
     "Returns the model FLOPs utilisation."
     return None if peak is None else flops/(seconds*peak)
 
 # %% ../../nbs/40_model.flops.ipynb #f249ee46
-def count_flops(units:dict[str,_Flops], # from `unit_flops`
-    tiles:float, tokens:float, pairs:float, targets:float, # of an update, over micro-batches and ranks
-    window_pairs:float=0, picture_pairs:float=0, # likewise, see `TOWER_PAIRS`
+def count_flops(
+    units:dict[str,_Flops], # from `unit_flops`
+    tiles:float, # this and the other counts are of an update, over micro-batches and ranks
+    tokens:float,
+    pairs:float,
+    targets:float,
+    window_pairs:float=0, # see `TOWER_PAIRS`
+    picture_pairs:float=0, # likewise
 )->float: # FLOPs, a whole number if the counts are
     "Returns the useful arithmetic of an update."
     counts = dict(
@@ -295,14 +327,21 @@ STORED:dict[str,float] = {'GB':1e9, 'MB':1e6, 'kB':1e3} # on a disk, or moved
 OPERATIONS:dict[str,float] = {'TFLOP':1e12, 'GFLOP':1e9, 'MFLOP':1e6}
 COUNTS:dict[str,float] = {'billion':1e9, 'million':1e6, 'thousand':1e3}
 
-def fitting_unit(number:float, units:dict[str,float])->tuple[str,float]: # name -> size, the largest first
+def fitting_unit(
+    number:float,
+    units:dict[str,float], # name -> size, the largest first
+)->tuple[str,float]:
     "Returns name and size of the largest unit of which a number has at least one, else of the smallest."
     for name,size in units.items():
         if number>=size: break
     return name,size
 
 # %% ../../nbs/40_model.flops.ipynb #01e4321b
-def with_unit(number:float, units:dict[str,float], digits:int=1)->str: # digits after the point
+def with_unit(
+    number:float,
+    units:dict[str,float], # name -> size, the largest first
+    digits:int=1, # after the point
+)->str:
     "Returns a number in the unit that fits it, e.g. '12.5 MiB'."
     name,size = fitting_unit(number, units)
     return f'{number/size:.{digits}f} {name}'

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['SMOLVLM_CAN', 'OWN_CONFIG', 'AS_PARTS', 'QWEN2_5_VL', 'QWEN_CAN', 'smolvlm_names', 'text_type', 'export_line',
-           'to_smolvlm', 'qwen_names', 'to_qwen']
+           'to_smolvlm', 'qwen_names', 'whole_config', 'whole_weights', 'to_qwen']
 
 # %% ../../nbs/35_model.formats.ipynb #f0e8dcd0
 import re
@@ -20,14 +20,17 @@ from ..core.usage import require
 from ..core.config import image_tokens,VLMConfig
 from ..core.tokenizer import SPECIAL_TOKENS
 from .native import build_parts
-from .files import _json,_read_tensors,EMBED,HEAD,WHOLE
-from .backbones import _check_fields,_decoder_fields,_families,_our_fields
-from .backbones import _our_tensors,_pixels,_rope,_their_config,_their_tensors
-from .backbones import FAMILIES,Family,LLAMA,QWEN2,SIGLIP,their_names
+from .files import EMBED,HEAD,read_json,read_tensors,Tensors,WHOLE
+from .backbones import check_fields,decoder_fields,FAMILIES,families_with,Family,LLAMA
+from .backbones import our_fields,our_tensors,pixel_fields,QWEN2,rope_fields,SIGLIP
+from .backbones import their_names,their_tensors,transformers_config
 
 # %% ../../nbs/35_model.formats.ipynb #c1d6e31f
-def smolvlm_names(name:str, cfg:VLMConfig)->list[str]: # ours, of a whole model
-    "Returns where a tensor of a whole model is in SmolVLM; several are stacked, none is nowhere."
+def smolvlm_names(
+    name:str, # of a tensor of ours, in a whole model
+    cfg:VLMConfig,
+)->list[str]: # several are stacked; none: it has no place there
+    "Returns where a tensor of a whole model is in SmolVLM."
     part,rest = name.split('.', 1)
     if part=='MP':
         return ['model.connector.modality_projection.'+rest]
@@ -62,7 +65,7 @@ def _named(cfg, family):
     return {theirs:getattr(cfg, ours) for ours,theirs in family.fields.items()}
 
 def _text_config(cfg, kind):
-    "What their config.json says of the decoder."
+    "The decoder in their config.json."
     base = float(cfg.lm_re_base) # transformers 4 reads rope_theta, transformers 5 rope_parameters
     return _named(cfg, LLAMA) | dict(
         model_type=kind,
@@ -92,20 +95,23 @@ def export_line(cfg:VLMConfig)->str: # of a model to be trained
     "Returns what a model can be written as, and what it cannot, see `80_uses.export`."
     if cfg.native:
         return 'as nanovlm, or as the Qwen2.5-VL that it is'
-    odd = [
+    lacking = [
         f'{name} {getattr(cfg, name)}'
-        for name,v in SMOLVLM_CAN.items()
-        if getattr(cfg, name)!=v
+        for name,needed in SMOLVLM_CAN.items()
+        if getattr(cfg, name)!=needed
     ]
-    if odd:
-        return f"as nanovlm; transformers and llama.cpp have no {', '.join(odd)}"
+    if lacking:
+        return f"as nanovlm; transformers and llama.cpp have no {', '.join(lacking)}"
     if cfg.image_convention=='smolvlm':
         return 'as nanovlm, smolvlm with its processor, onnx, web or gguf'
     return ('as nanovlm, onnx or web; for transformers without a processor, for llama.cpp not at all: '
         'image_convention smolvlm would allow both')
 
 # %% ../../nbs/35_model.formats.ipynb #d3e39434
-def to_smolvlm(state:dict[str,Tensor], cfg:VLMConfig, kind:str='smolvlm', # of a whole model; or idefics3
+def to_smolvlm(
+    state:dict[str,Tensor], # of a whole model
+    cfg:VLMConfig,
+    kind:str='smolvlm', # or `idefics3`
 )->tuple[dict,dict]: # their config.json and their tensors
     "Returns a whole model in the format of transformers."
     require(
@@ -113,21 +119,21 @@ def to_smolvlm(state:dict[str,Tensor], cfg:VLMConfig, kind:str='smolvlm', # of a
         'image_convention is qwen, and such a model is a Qwen2.5-VL: take --format '
         'qwen2_5_vl, or nanovlm'
     )
-    _check_fields(
+    check_fields(
         cfg,
         SMOLVLM_CAN,
         'SmolVLM has',
         'this model cannot be written as one, but with format nanovlm'
     )
     # a tied head is written too: MLX looks for it
-    return _smolvlm_config(cfg, kind),_their_tensors(
+    return _smolvlm_config(cfg, kind),their_tensors(
         state, partial(smolvlm_names, cfg=cfg)
     )
 
 # %% ../../nbs/35_model.formats.ipynb #8cdca1b4
 def _extra_tokens(folder, image_id):
     "First id of the added tokens around the image token, and name -> token in the order of ids."
-    listed = _json(folder, 'tokenizer.json').get('added_tokens', [])
+    listed = read_json(folder, 'tokenizer.json').get('added_tokens', [])
     added = {token['id']:token['content'] for token in listed} or {image_id:'<image>'}
     first = image_id
     end = image_id
@@ -141,9 +147,9 @@ def _extra_tokens(folder, image_id):
 
 # %% ../../nbs/35_model.formats.ipynb #dcd0ca76
 def _picture_rules(folder):
-    "What the image processor's file says; nothing without one."
-    return (_json(folder, 'preprocessor_config.json')
-            or _json(folder, 'processor_config.json').get('image_processor', {}))
+    "The settings of the image processor; nothing without its file."
+    return (read_json(folder, 'preprocessor_config.json')
+            or read_json(folder, 'processor_config.json').get('image_processor', {}))
 
 def _picture_fields(folder, tile):
     "Size of pictures and range of pixels, from the image processor's file."
@@ -158,7 +164,7 @@ def _picture_fields(folder, tile):
         f"but the tower sees {tile}: it must divide both"
     )
     if not rules.get('do_image_splitting', True): side = tile
-    return dict(max_img_size=side, resize_to_max_side_len=True) | _pixels(rules)
+    return dict(max_img_size=side, resize_to_max_side_len=True) | pixel_fields(rules)
 
 # %% ../../nbs/35_model.formats.ipynb #e678d912
 def _chat_template(folder):
@@ -166,18 +172,18 @@ def _chat_template(folder):
     jinja = folder/'chat_template.jinja'
     if jinja.is_file():
         return jinja.read_text(encoding='utf-8')
-    return _json(folder, 'chat_template.json', 'tokenizer_config.json').get('chat_template')
+    return read_json(folder, 'chat_template.json', 'tokenizer_config.json').get('chat_template')
 
 def _chat_fields(folder):
     "Tokenizer and chat template, if they are there."
     if not (folder/'tokenizer.json').is_file(): return {}
     template = _chat_template(folder)
     if not template: return dict(lm_tokenizer=str(folder))
-    place = "message['content'][0]['type'] == 'image'"
-    instead = "message['content'][0]['text'].startswith(('<fake_token_around_image>','<image>'))"
+    their_test = "message['content'][0]['type'] == 'image'"
+    our_test = "message['content'][0]['text'].startswith(('<fake_token_around_image>','<image>'))"
     return dict(
         lm_tokenizer=str(folder),
-        lm_chat_template=AS_PARTS+template.replace(place, instead)
+        lm_chat_template=AS_PARTS+template.replace(their_test, our_test)
     )
 
 # %% ../../nbs/35_model.formats.ipynb #248c0f98
@@ -189,19 +195,19 @@ AS_PARTS = ("{% set ns = namespace(all=[]) %}{% for m in messages %}{% set ns.al
 # %% ../../nbs/35_model.formats.ipynb #573575ad
 def _read_smolvlm_config(folder:Path)->VLMConfig: # of a SmolVLM or Idefics3
     "Returns our configuration of a model of transformers."
-    theirs = _their_config(folder)
+    theirs = transformers_config(folder)
     kind = theirs.text_config.model_type
-    known = _families('lm_hidden_dim')
+    known = families_with('lm_hidden_dim')
     require(
         kind in known,
         f"{folder} has a {kind} inside: only llama, qwen2 and qwen3 are built here"
     )
     first,extra = _extra_tokens(folder, theirs.image_token_id)
-    vision = _our_fields(SIGLIP, theirs.vision_config)
-    smol = {'fake_image_token','global_image_token'} <= extra.keys()
+    vision = our_fields(SIGLIP, theirs.vision_config)
+    announced = {'fake_image_token','global_image_token'} <= extra.keys()
     return VLMConfig(
         **vision
-        | _decoder_fields(known[kind], theirs.text_config, folder)
+        | decoder_fields(known[kind], theirs.text_config, folder)
         | _picture_fields(folder, vision['vit_img_size'])
         | _chat_fields(folder)
         | dict(
@@ -209,7 +215,7 @@ def _read_smolvlm_config(folder:Path)->VLMConfig: # of a SmolVLM or Idefics3
             lm_vocab_size=theirs.text_config.vocab_size,
             vlm_extra_tokens=extra,
             lm_tie_weights=theirs.tie_word_embeddings,
-            image_convention='smolvlm' if smol else 'nanovlm',
+            image_convention='smolvlm' if announced else 'nanovlm',
             mp_pixel_shuffle_factor=theirs.scale_factor,
             vit_model_type=str(folder),
             lm_model_type=str(folder),
@@ -247,8 +253,11 @@ QWEN2_5_VL = Family(
     dict(vit_ln_eps=1e-6)
 )
 
-def qwen_names(name:str, cfg:VLMConfig)->list[str]: # ours, of a whole model
-    "Returns where a tensor of a whole model is in Qwen2.5-VL; none is nowhere."
+def qwen_names(
+    name:str, # of a tensor of ours, in a whole model
+    cfg:VLMConfig,
+)->list[str]: # none: it has no place there
+    "Returns where a tensor of a whole model is in Qwen2.5-VL."
     part,rest = name.split('.', 1)
     if part=='decoder': return their_names(rest, QWEN2)
     return their_names(name, QWEN2_5_VL)
@@ -256,13 +265,13 @@ def qwen_names(name:str, cfg:VLMConfig)->list[str]: # ours, of a whole model
 # %% ../../nbs/35_model.formats.ipynb #c0eff292
 def _read_qwen_config(folder:Path)->VLMConfig: # of a Qwen2.5-VL
     "Returns our configuration of a model of transformers."
-    theirs = _their_config(folder)
+    theirs = transformers_config(folder)
     rules = _picture_rules(folder)
     text = theirs.text_config
     vision = theirs.vision_config
     text.tie_word_embeddings = theirs.tie_word_embeddings # the hub's file has it at the top
     for part,family in ((vision,QWEN2_5_VL), (text,QWEN2)):
-        _check_fields(
+        check_fields(
             part,
             family.requires,
             f'{folder} can be built here only with',
@@ -282,15 +291,15 @@ def _read_qwen_config(folder:Path)->VLMConfig: # of a Qwen2.5-VL
         tokens.popitem() # the last one is about pictures
     tile = vision.patch_size*vision.spatial_merge_size
     return VLMConfig(
-        **_our_fields(QWEN2_5_VL, vision)
-        | _decoder_fields(QWEN2, text, folder)
-        | _pixels(rules)
+        **our_fields(QWEN2_5_VL, vision)
+        | decoder_fields(QWEN2, text, folder)
+        | pixel_fields(rules)
         | known
         | dict(
             image_convention='qwen',
             vit_img_size=tile,
             max_img_size=tile,
-            lm_mrope_sections=_rope(text)['mrope_section'],
+            lm_mrope_sections=rope_fields(text)['mrope_section'],
             lm_base_vocab_size=first,
             lm_vocab_size=text.vocab_size,
             vlm_extra_tokens=tokens,
@@ -303,25 +312,28 @@ def _read_qwen_config(folder:Path)->VLMConfig: # of a Qwen2.5-VL
     )
 
 # %% ../../nbs/35_model.formats.ipynb #c0eff293
-def _whole_config(folder, kind):
-    "Our configuration of a model of transformers, of a type in `WHOLE`; what we wrote has it in a file."
+def whole_config(
+    folder:Path,
+    kind:str, # in `WHOLE`
+)->VLMConfig:
+    "Returns our configuration of a model of transformers; what we wrote has it in a file."
     if (folder/OWN_CONFIG).is_file():
         return VLMConfig.load(folder/OWN_CONFIG)
     if kind=='qwen2_5_vl': return _read_qwen_config(folder)
     return _read_smolvlm_config(folder)
 
-def _from_whole(folder, cfg):
-    "The weights of a whole model of transformers."
+def whole_weights(folder:Path, cfg:VLMConfig)->Tensors:
+    "Returns the weights of a whole model of transformers, under our names."
     names_of = partial(qwen_names if cfg.native else smolvlm_names, cfg=cfg)
     # what is saved without transformers' own renaming
     left_out = r'^model\.(?=visual\.)|(?<=^model\.)language_model\.'
-    theirs = _read_tensors(folder).renamed(partial(re.sub, left_out, ''))
+    theirs = read_tensors(folder).renamed(partial(re.sub, left_out, ''))
     if cfg.lm_tie_weights:
         theirs.alias('lm_head.weight', names_of(EMBED)[0])
     with torch.device('meta'):
         parts = zip(('vision_encoder','MP','decoder'), build_parts(cfg))
     wanted = nn.ModuleDict(dict(parts)).state_dict()
-    return _our_tensors(
+    return our_tensors(
         wanted, theirs, names_of, ('*.inv_freq','*.position_ids'), str(folder)
     )
 
@@ -336,9 +348,12 @@ QWEN_CAN:dict[str,Any] = dict(
     vit_ln_eps=1e-6
 )
 
-def to_qwen(state:dict[str,Tensor], cfg:VLMConfig)->tuple[dict,dict]: # of a whole model
-    "Returns config.json and tensors of a whole model in the format of transformers' Qwen2.5-VL."
-    _check_fields(
+def to_qwen(
+    state:dict[str,Tensor], # of a whole model
+    cfg:VLMConfig,
+)->tuple[dict,dict]: # their config.json and their tensors
+    "Returns a whole model in the format of transformers' Qwen2.5-VL."
+    check_fields(
         cfg,
         QWEN_CAN,
         'Qwen2.5-VL has',
@@ -349,10 +364,10 @@ def to_qwen(state:dict[str,Tensor], cfg:VLMConfig)->tuple[dict,dict]: # of a who
     text |= dict(rope_scaling=text['rope_parameters'], use_sliding_window=False)
     vision = _named(cfg, QWEN2_5_VL)|QWEN2_5_VL.requires
     vision |= dict(model_type='qwen2_5_vl', out_hidden_size=cfg.lm_hidden_dim)
-    named = {}
+    token_ids = {}
     for number,name in enumerate(cfg.vlm_extra_tokens, cfg.lm_base_vocab_size):
         if name in image_tokens('qwen'):
-            named[f'{name}_id'] = number
+            token_ids[f'{name}_id'] = number
     config = dict(
         model_type='qwen2_5_vl',
         architectures=[WHOLE['qwen2_5_vl']],
@@ -362,4 +377,4 @@ def to_qwen(state:dict[str,Tensor], cfg:VLMConfig)->tuple[dict,dict]: # of a who
     )
     # a tied head is written once
     kept = {k:w for k,w in state.items() if not (cfg.lm_tie_weights and k==HEAD)}
-    return config|named,_their_tensors(kept, partial(qwen_names, cfg=cfg))
+    return config|token_ids,their_tensors(kept, partial(qwen_names, cfg=cfg))

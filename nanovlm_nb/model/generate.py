@@ -15,7 +15,8 @@ from torch import Tensor
 from ..core.usage import UsageError
 
 # %% ../../nbs/38_model.generate.ipynb #07f64038
-def top_k_top_p_filtering(logits:Tensor, # (..., V) scores
+def top_k_top_p_filtering(
+    logits:Tensor, # (..., V) scores
     top_k:int=0, # keep this many of the best; 0 keeps all
     top_p:float=1.0, # keep the fewest best tokens whose probabilities sum to at least this; 1 keeps all
 )->Tensor: # (..., V) a new tensor, -inf where a token is cut
@@ -27,17 +28,20 @@ def top_k_top_p_filtering(logits:Tensor, # (..., V) scores
     if top_p < 1:
         values, order = logits.sort(descending=True)
         probs = values.softmax(-1)
-        before = probs.cumsum(-1) - probs
-        cut = torch.zeros_like(before, dtype=torch.bool).scatter(
-            -1, order, before >= top_p
+        better = probs.cumsum(-1) - probs # probability of all better tokens
+        cut = torch.zeros_like(better, dtype=torch.bool).scatter(
+            -1, order, better >= top_p
         )
         logits = logits.masked_fill(cut, -torch.inf)
     return logits
 
 # %% ../../nbs/38_model.generate.ipynb #230f36f9
-def sample(logits:Tensor, # (B, V) scores of the next token
-    temperature:float=1.0, top_k:int=0, # divides the scores before the filters; see `top_k_top_p_filtering`
-    top_p:float=1.0, greedy:bool=False, # see `top_k_top_p_filtering`; take the best token and draw nothing
+def sample(
+    logits:Tensor, # (B, V) scores of the next token
+    temperature:float=1.0, # divides the scores before the filters
+    top_k:int=0, # see `top_k_top_p_filtering`
+    top_p:float=1.0, # likewise
+    greedy:bool=False, # take the best token and draw nothing
     generator:torch.Generator|None=None, # on the device of `logits`
 )->Tensor: # (B,) long, one token id a row
     "Choose the next token of each row."
@@ -48,8 +52,10 @@ def sample(logits:Tensor, # (B, V) scores of the next token
     return torch.multinomial(probs, 1, generator=generator).squeeze(-1)
 
 # %% ../../nbs/38_model.generate.ipynb #1fe0afb1
-def stream_ids(step:Callable[[Tensor], Tensor], # (B,) chosen tokens -> (B, V) scores of what follows them
-    logits:Tensor, max_new_tokens:int, # (B, V) scores after the prompt; upper limit
+def stream_ids(
+    step:Callable[[Tensor], Tensor], # (B,) chosen tokens -> (B, V) scores of what follows them
+    logits:Tensor, # (B, V) scores after the prompt
+    max_new_tokens:int, # at most
     pick:Callable[[Tensor], Tensor]=partial(sample, greedy=True), # (B, V) scores -> (B,) tokens
     eos_token_id:int|Sequence[int]|None=None, # end token or tokens; None never stops early
     ended:Callable[[Tensor], Tensor]|None=None, # (B,) tokens -> (B,) bool, rows that end for another reason
@@ -71,7 +77,10 @@ def stream_ids(step:Callable[[Tensor], Tensor], # (B,) chosen tokens -> (B, V) s
 # %% ../../nbs/38_model.generate.ipynb #a1d68882
 class TextStream:
     "Turns the tokens of one answer into text as they come, in whole letters."
-    def __init__(self, tokenizer, stop:Sequence[str]=()): # decodes; texts that end the answer
+    def __init__(self,
+        tokenizer, # decodes
+        stop:Sequence[str]=(), # texts that end the answer
+    ):
         self.tokenizer = tokenizer
         self.stop = stop
         self.ids = []
@@ -97,11 +106,11 @@ class TextStream:
         if stops: text = text[:min(stops)]
         elif not last:
             text = text.rstrip('\ufffd')
-            begun = 0 # letters at the end that a stop string begins with
+            held_back = 0 # letters at the end that a stop string begins with
             for stop in self.stop:
                 for n in range(1, len(stop)):
-                    if text.endswith(stop[:n]): begun = max(begun, n)
-            text = text[:len(text)-begun]
+                    if text.endswith(stop[:n]): held_back = max(held_back, n)
+            text = text[:len(text)-held_back]
         new = text[len(self.text):]
         self.text += new
         return new
@@ -109,14 +118,20 @@ class TextStream:
 # %% ../../nbs/38_model.generate.ipynb #c313b2f3
 class TextStreams:
     "The texts of a batch as they come."
-    def __init__(self, tokenizer, n:int, stop:Sequence[str]=(), # decodes; rows; texts that end an answer
-        eos_token_id:int|Sequence[int]=()): # tokens that end an answer; what follows them is filler
+    def __init__(self,
+        tokenizer, # decodes
+        n:int, # rows
+        stop:Sequence[str]=(), # texts that end an answer
+        eos_token_id:int|Sequence[int]=(), # tokens that end an answer; what follows them is filler
+    ):
         self.rows = [TextStream(tokenizer, stop) for _ in range(n)]
         self.pieces = ['']*n
         self.ends = {eos_token_id} if isinstance(eos_token_id, int) else {*eos_token_id}
         self.done = [False]*n
 
-    def __call__(self, ids:Tensor)->Tensor: # (B,) the next token of each row; bool, rows that are complete
+    def __call__(self,
+        ids:Tensor, # (B,) the next token of each row
+    )->Tensor: # (B,) bool, rows that are complete
         "Takes a token a row; `pieces` then holds what each row adds to its text."
         self.pieces = []
         for i,(row,token) in enumerate(zip(self.rows, ids.tolist())):

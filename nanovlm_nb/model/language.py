@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['RMSNorm', 'RotaryEmbedding', 'apply_rotary', 'KVCache', 'LanguageModelGroupedQueryAttention', 'LanguageModelMLP',
-           'balance_loss', 'LanguageModelMoE', 'LanguageModelBlock', 'LanguageModel', 'Reader']
+           'balance_loss', 'LanguageModelMoE', 'LanguageModelBlock', 'LanguageModel', 'Reader', 'check_decoder']
 
 # %% ../../nbs/30_model.language.ipynb #f1a84b8f
 from contextlib import nullcontext
@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..core.config import VLMConfig
 from ..core.layout import Layout
+from ..core.usage import require
 from .attention import attention,cached_attention
 from .vision import init_weights
 
@@ -350,3 +351,45 @@ class Reader:
     def go_back(self, length:int, room:int)->None: # vectors to keep, padding included; how many may follow
         "Forgets what was read after the first `length` vectors."
         self.cache.go_back(length, length + room)
+
+# %% ../../nbs/30_model.language.ipynb #dec00002
+@torch.no_grad()
+def _check_apart(decoder, x, alone):
+    "A UsageError unless two documents are read in a pack as they are alone."
+    packed = decoder(x, layout=Layout.from_doc_lens([[5,7]], 12).to(x.device))
+    gap = (packed-alone).abs().max()/alone.abs().max()
+    require(gap<1e-3, f'the decoder {type(decoder).__name__} lets documents of a pack see each other: their '
+        f'states differ by {gap:.1%} from those of each alone. Let attention stay inside '
+        'layout.documents, and positions be layout.positions')
+
+@torch.no_grad()
+def _check_cache(decoder, x):
+    "A UsageError unless prompts of unequal length are read with a cache as without one."
+    prompts = torch.stack([x[0,:5], torch.cat([x[0,:2], x[0,5:8]])]) # the second: padding, then 3
+    mask = torch.tensor([[1]*5, [0,0,1,1,1]])
+    cache = KVCache(7)
+    first = decoder(prompts, layout=Layout.from_mask(mask).to(x.device), cache=cache)
+    states = [first[:,-1]]
+    for n in range(2):
+        following = torch.stack([x[0,3+n:4+n], x[0,8+n:9+n]])
+        states.append(decoder(following, cache=cache)[:,-1])
+    got = torch.stack(states, 1)
+    longer = torch.cat([x[:,:5], x[:,3:5]], 1)
+    expected = torch.stack([decoder(longer)[0,4:], decoder(x[:,5:10])[0,2:]])
+    gap = (got-expected).abs().max()/expected.abs().max()
+    require(gap<1e-3, f'the decoder {type(decoder).__name__} reads with a cache what it does not read without: '
+        f'states differ by {gap:.1%}. Look at cache.advance, cache.key_mask and padding on the left')
+
+def check_decoder(decoder:nn.Module, cfg:VLMConfig)->None: # in any mode, which stays
+    "Raises a UsageError where a decoder does not do what the library relies on."
+    missing = [name for name in ('token_embedding','head','blocks','recompute') if not hasattr(decoder, name)]
+    require(not missing, f'the decoder {type(decoder).__name__} has no {" and no ".join(missing)}')
+    was = [module.training for module in decoder.modules()]
+    decoder.eval()
+    ids = torch.arange(12)*7%min(cfg.lm_vocab_size, 97)
+    with torch.no_grad():
+        x = decoder.token_embedding(ids[None].to(decoder.token_embedding.weight.device))
+        alone = torch.cat([decoder(x[:,:5]), decoder(x[:,5:])], 1)
+    _check_apart(decoder, x, alone)
+    _check_cache(decoder, x)
+    for module,mode in zip(decoder.modules(), was): module.training = mode

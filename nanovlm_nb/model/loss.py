@@ -4,14 +4,20 @@
 
 # %% ../../nbs/32_model.loss.ipynb #a001601a
 from __future__ import annotations
+from collections.abc import Callable,Mapping,Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
+from inspect import signature
+from itertools import accumulate,chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..core.usage import require
+
 # %% auto #0
-__all__ = ['ChunkedCrossEntropy', 'cross_entropy']
+__all__ = ['ChunkedCrossEntropy', 'cross_entropy', 'Targets', 'sees_batch']
 
 # %% ../../nbs/32_model.loss.ipynb #be52ee06
 def _chunk(rows:Tensor, weight:Tensor, labels:Tensor, # (n, D) hidden states; (V, D) head; (n,) targets
@@ -84,3 +90,35 @@ def cross_entropy(rows:Tensor, weight:Tensor, # (n, D) hidden states with a targ
     wants = grads and rows.requires_grad, grads and weight.requires_grad
     loss, each = ChunkedCrossEntropy.apply(rows, weight, labels, chunk_size, *wants)
     return (loss/max(len(rows), 1) if reduction == 'mean' else loss), each
+
+# %% ../../nbs/32_model.loss.ipynb #a001a002
+@dataclass(frozen=True)
+class Targets:
+    "What a loss may know about its n targets, besides their hidden states and ids."
+    sample:Tensor # (n,) the sample of each target, a number for `ids` and `columns`
+    ids:list[str] # of the samples
+    columns:dict[str,Tensor] # name -> (samples, ...) numbers of their rows, see `keep_columns`
+    inputs:dict[str,Any] # what the model read: `input_ids`, `images`, `layout`
+
+    @classmethod
+    def of(cls, inputs:dict[str,Any], batch:Mapping[str,Any]={}, # as the model takes them; a `Batch`
+        names:Sequence[str]=())->'Targets': # of columns
+        "Returns what is known about the targets of a micro-batch; a UsageError if a row lacks a column."
+        layout = inputs['layout']
+        before = [0, *accumulate(map(len, layout.doc_lens))][:-1]
+        first = torch.tensor(before, device=layout.at.device)
+        number = layout.documents.flatten()[layout.at]-1
+        sample = first[layout.at//max(layout.T, 1)]+number
+        ids = [*chain(*batch.get('ids', ()))]
+        rows = [*chain(*batch.get('columns', ()))]
+        columns = {}
+        for name in names:
+            for id,row in zip(ids, rows):
+                require(name in row, f'sample {id} has no column {name}: '
+                    'keep_columns names it, give it to every row, held-out ones too')
+            columns[name] = torch.tensor([row[name] for row in rows], device=sample.device)
+        return cls(sample, ids, columns, inputs)
+
+def sees_batch(loss:Callable)->bool:
+    "Returns whether a loss has a parameter `batch`."
+    return loss is not cross_entropy and 'batch' in signature(loss).parameters

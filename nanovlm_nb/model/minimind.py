@@ -18,11 +18,14 @@ from ..core.usage import MissingFile,require,UsageError
 from ..core.run_dir import write_atomic
 from ..core.config import VLMConfig
 from .files import EMBED,HEAD
-from .backbones import _check_fields,_extended,_our_tensors,_their_tensors,Family
-from .backbones import load_weights,QWEN3,their_names
+from .backbones import check_fields,Family,load_weights,our_tensors,QWEN3
+from .backbones import their_names,their_tensors,with_rows
 
 # %% ../../nbs/36_model.minimind.ipynb #8b43c72f
-def pth_path(name:str|Path, cfg:VLMConfig)->Path: # `{dim}` and `{_moe}` in it are filled in
+def pth_path(
+    name:str|Path, # `{dim}` and `{_moe}` in it are filled in
+    cfg:VLMConfig,
+)->Path:
     "Returns MiniMind's name of a file, e.g. `out/lm_512_moe.pth`."
     moe = '_moe' if cfg.use_moe else ''
     return Path(
@@ -60,13 +63,19 @@ VISION_PROJ = dict(
 ) # kind of projector -> our tensor -> MiniMind-V's
 
 # %% ../../nbs/36_model.minimind.ipynb #4f1da7c8
-def neighbours(w:Tensor, width:int)->Tensor: # (heads x width, D) rows of queries or keys; of a head
+def neighbours(
+    w:Tensor, # (heads x width, D) rows of queries or keys
+    width:int, # of a head
+)->Tensor:
     "Returns rows whose pairs, apart by half a head before, are neighbours."
     return w.view(-1, 2, width//2, w.shape[-1]).transpose(1, 2).reshape(w.shape)
 
 # %% ../../nbs/36_model.minimind.ipynb #58c2e7fb
-def _minimind_names(name:str, kind:str|None)->list[str]: # of ours; of the projector
-    "Returns where a tensor of a whole model is in MiniMind-V's file; nowhere if it has no place for it."
+def _minimind_names(
+    name:str, # of a tensor of ours
+    kind:str|None, # of the projector; None: the file has none
+)->list[str]: # none: it has no place there
+    "Returns where a tensor of a whole model is in MiniMind-V's file."
     if name.startswith('decoder.'):
         return their_names(name.removeprefix('decoder.'), MINIMIND)
     return [VISION_PROJ[kind][name]] if kind and name in VISION_PROJ[kind] else []
@@ -87,17 +96,17 @@ def _unwrapped(path):
 def _projector_kind(state, kind, path):
     "Of the projector in a file, None without one; it must be the model's, or a matrix whose bias is 0."
     fitting = [k for k,names in VISION_PROJ.items() if {*names.values()}<=state.keys()]
-    found = fitting[0] if fitting else None
+    its_kind = fitting[0] if fitting else None
     bias = VISION_PROJ['linear_bias']['MP.proj.bias']
-    if kind=='linear' and found=='linear_bias' and not state[bias].any():
+    if kind=='linear' and its_kind=='linear_bias' and not state[bias].any():
         state.pop(bias)
     else:
         require(
-            found in (None,kind),
-            f"{path} has a projector of kind {found}, "
-            f"the model one of kind {kind}: set mp_kind to {found}"
+            its_kind in (None,kind),
+            f"{path} has a projector of kind {its_kind}, "
+            f"the model one of kind {kind}: set mp_kind to {its_kind}"
         )
-    return found
+    return its_kind
 
 # %% ../../nbs/36_model.minimind.ipynb #2b3cdba0
 def _from_minimind(state, model, path):
@@ -119,7 +128,7 @@ def _from_minimind(state, model, path):
         for k in model.state_dict()
         if k.startswith(parts) and not k.endswith('inv_freq')
     ]
-    return _our_tensors(
+    return our_tensors(
         wanted,
         state,
         partial(_minimind_names, kind=kind),
@@ -128,7 +137,9 @@ def _from_minimind(state, model, path):
     )
 
 # %% ../../nbs/36_model.minimind.ipynb #2cec5650
-def load_pth(model:Any, path:str|Path, # receives the weights; of MiniMind, of MiniMind-V or of ours
+def load_pth(
+    model:Any, # gets the weights
+    path:str|Path, # of MiniMind, of MiniMind-V or of ours
 )->list[str]: # parts that the file lacks: none, `vision_encoder`, or `vision_encoder` and `MP`
     "Loads a language model, or a whole model that may lack its vision tower."
     if not Path(path).is_file():
@@ -143,42 +154,47 @@ def load_pth(model:Any, path:str|Path, # receives the weights; of MiniMind, of M
         state = _from_minimind(state, model, path)
     for k in (EMBED,HEAD):
         if k in state and len(state[k])==cfg.lm_base_vocab_size<cfg.lm_vocab_size:
-            state[k] = _extended(state[k], cfg.lm_vocab_size)
+            state[k] = with_rows(state[k], cfg.lm_vocab_size)
     if cfg.lm_tie_weights and EMBED in state:
         state[HEAD] = state[EMBED]
     present = {k.split('.')[0] for k in state}
     absent = [part for part in ('vision_encoder','MP') if part not in present]
-    if absent==['MP']: absent = []
+    if absent==['MP']: absent = [] # then it is missing, and refused below
     kept = {k:w for k,w in tensors.items() if k.split('.')[0] in absent}
     load_weights(model, kept|state, str(path))
     return absent
 
 # %% ../../nbs/36_model.minimind.ipynb #6935c1bf
-def _to_minimind(state:dict[str,Tensor], cfg:VLMConfig, # of a whole model, whose vision tower is left out
+def _to_minimind(
+    state:dict[str,Tensor], # of a whole model; its vision tower is left out
+    cfg:VLMConfig,
 )->dict[str,Tensor]: # MiniMind-V's name -> tensor
     "Returns the tensors of a whole model in MiniMind-V's format."
-    can:dict[str,Any] = dict(
+    right:dict[str,Any] = dict(
         lm_qkv_bias=False,
         lm_attn_scaling=1.,
         lm_tie_weights=True,
         mp_pixel_shuffle_factor=1
     )
-    _check_fields(cfg, can, 'minimind has', 'this model cannot be written as one')
+    check_fields(cfg, right, 'minimind has', 'this model cannot be written as one')
     if cfg.mp_kind=='linear' and 'MP.proj.weight' in state:
         state = state | {'MP.proj.bias':state['MP.proj.weight'].new_zeros(cfg.lm_hidden_dim)}
-    kind = 'mlp' if cfg.mp_kind=='mlp' else 'linear_bias'
-    known = {**state}
+    kind = 'linear_bias' if cfg.mp_kind=='linear' else cfg.mp_kind
+    kept = {**state}
     for name in (EMBED,HEAD):
-        if name in known:
-            known[name] = known[name][:cfg.lm_base_vocab_size]
-    return _their_tensors(known, partial(_minimind_names, kind=kind))
+        if name in kept:
+            kept[name] = kept[name][:cfg.lm_base_vocab_size]
+    return their_tensors(kept, partial(_minimind_names, kind=kind))
 
 # %% ../../nbs/36_model.minimind.ipynb #65e137df
-def save_pth(folder:str|Path, state:dict[str,Tensor], cfg:VLMConfig, # made if needed; of a whole model
+def save_pth(
+    folder:str|Path, # made if needed
+    state:dict[str,Tensor], # of a whole model
+    cfg:VLMConfig,
 )->Path: # e.g. `pretrain_vlm_512.pth`
     "Writes MiniMind's file of its pretraining stage, which has no vision tower."
     path = pth_path(Path(folder)/'pretrain_vlm_{dim}{_moe}.pth', cfg)
     path.parent.mkdir(parents=True, exist_ok=True)
-    content = io.BytesIO() # torch does not say what went wrong with a file
+    content = io.BytesIO() # torch's error about a file does not name its cause
     torch.save(_to_minimind(state, cfg), content)
     return write_atomic(path, content.getvalue())

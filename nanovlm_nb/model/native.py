@@ -27,8 +27,8 @@ class FramePatches(nn.Module):
     "Patch vectors of pictures, by a kernel of two frames."
     def __init__(self, cfg:VLMConfig): # reads `vit_patch_size`, `vit_hidden_dim`
         super().__init__()
-        size = 2,cfg.vit_patch_size,cfg.vit_patch_size
-        self.conv = nn.Conv3d(3, cfg.vit_hidden_dim, size, size, bias=False)
+        kernel = 2,cfg.vit_patch_size,cfg.vit_patch_size
+        self.conv = nn.Conv3d(3, cfg.vit_hidden_dim, kernel, kernel, bias=False)
 
     def forward(self, images:Tensor, # (N, 3, S, S) tiles, normalised
     )->Tensor: # (N, P, D) patch vectors
@@ -47,8 +47,10 @@ class WindowAttention(nn.Module):
         self.qkv_proj = nn.Linear(cfg.vit_hidden_dim, 3*cfg.vit_hidden_dim)
         self.out_proj = nn.Linear(cfg.vit_hidden_dim, cfg.vit_hidden_dim)
 
-    def forward(self, x:Tensor, # (1, P, D) normed patches
-        cos:Tensor, sin:Tensor, # (1, 1, P, head width) cosines and sines of their places
+    def forward(self,
+        x:Tensor, # (1, P, D) normed patches
+        cos:Tensor, # (1, 1, P, head width) cosines of their places
+        sin:Tensor, # (1, 1, P, head width) sines of their places
         layout:Layout, # where the documents are
     )->Tensor: # (1, P, D) what each patch gathered
         "Mix the patches of each document."
@@ -75,9 +77,11 @@ class WindowBlock(nn.Module):
             cfg, cfg.vit_hidden_dim, cfg.vit_inter_dim, bias=True
         )
 
-    def forward(self, x:Tensor, # (1, P, D) patches
-        cos:Tensor, sin:Tensor, # (1, 1, P, head width) cosines and sines of their places
-        layout:Layout, # who sees whom
+    def forward(self,
+        x:Tensor, # (1, P, D) patches
+        cos:Tensor, # (1, 1, P, head width) cosines of their places
+        sin:Tensor, # (1, 1, P, head width) sines of their places
+        layout:Layout, # where the documents are
     )->Tensor: # (1, P, D) patches
         "Attention inside documents, then the MLP."
         x = x+self.attn(self.norm1(x), cos, sin, layout)
@@ -104,7 +108,8 @@ class NativeTower(nn.Module):
         angles = torch.cat([angles, angles], -1)[None,None]
         return angles.cos(),angles.sin()
 
-    def forward(self, images:Tensor, # (N, 3, S, S) tiles, normalised; blank ones may follow those of `tiles`
+    def forward(self,
+        images:Tensor, # (N, 3, S, S) tiles, normalised; blank ones may follow those of `tiles`
         tiles:Tiles|None=None, # where they are in their pictures; None: each is a picture
     )->Tensor: # (N, P, D) patch features, without blank tiles
         "Features of tiles, in the order in which they came."
@@ -115,15 +120,16 @@ class NativeTower(nn.Module):
         places = tiles.places
         x = self.patch_embedding(images)[tiles.order].flatten(0,1)[None]
         n = x.shape[1]
-        more = (len(images)-len(tiles.order))*self.cfg.n_patches
-        if more:
-            x = F.pad(x, (0,0,0,more))
-            places = F.pad(places, (0,more))
-            windows,pictures = (layout.longer(n+more) for layout in (windows,pictures))
+        blank = (len(images)-len(tiles.order))*self.cfg.n_patches # patches
+        if blank:
+            x = F.pad(x, (0,0,0,blank))
+            places = F.pad(places, (0,blank))
+            windows,pictures = (layout.longer(n+blank) for layout in (windows,pictures))
         cos,sin = self.rotation(places)
         recompute = self.recompute and torch.is_grad_enabled()
         for i,block in enumerate(self.blocks):
-            inputs = x,cos,sin,pictures if i in self.cfg.vit_full_blocks else windows
+            documents = pictures if i in self.cfg.vit_full_blocks else windows
+            inputs = x,cos,sin,documents
             x = checkpoint(block, *inputs, use_reentrant=False) if recompute else block(*inputs)
         x = x[0,:n].unflatten(0, (-1,self.cfg.n_patches))
         return torch.empty_like(x).index_copy(0, tiles.order, x)
@@ -152,12 +158,14 @@ TOWERS:dict[str,tuple] = dict(
     qwen=(NativeTower,Merger)
 )
 
-def build_parts(cfg:VLMConfig, held:Collection[str]=(), # parts whose weights will follow, see `undrawn`
+def build_parts(
+    cfg:VLMConfig,
+    held:Collection[str]=(), # parts whose weights will follow, see `undrawn`
 )->list[Any]:
     "Returns vision tower, projector and language model with new weights."
     tower,projector = TOWERS[cfg.image_convention]
-    made = []
+    parts = []
     for name,kind in dict(vision_encoder=tower, MP=projector, decoder=LanguageModel).items():
         with undrawn() if name in held else nullcontext():
-            made.append(kind(cfg))
-    return made
+            parts.append(kind(cfg))
+    return parts

@@ -9,7 +9,8 @@ __all__ = ['LORA_NOTE', 'LORA_WEIGHTS', 'OWNED', 'MODEL_CARD', 'UNTOLD', 'LORA_A
 
 # %% ../../nbs/37_model.pretrained.ipynb #b59ba0a9
 import hashlib,json,logging,os,tempfile
-from collections.abc import Callable,Collection,Mapping
+from collections.abc import Callable,Collection,Iterator,Mapping
+from contextlib import contextmanager
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -20,14 +21,14 @@ from huggingface_hub import HfApi
 from torch import nn,Tensor
 
 from ..core.usage import MissingFile,require,UsageError
-from ..core.run_dir import check_files,file_digest
+from ..core.run_dir import check_files,file_digest,own_parts_of
 from ..core.config import evolve,VLMConfig
 from ..core.draws import undrawn
 from ..core.tokenizer import get_tokenizer,save_tokenizer
-from .files import _json,_read_tensors,EMBED,HEAD,read_file,resolve_checkpoint
+from .files import EMBED,HEAD,read_file,read_json,read_tensors,resolve_checkpoint
 from .files import Tensors,WHOLE,write_tensors,written_at_once
 from .backbones import check_names,fill,load_vision_backbone,with_tower
-from .formats import _from_whole,_whole_config
+from .formats import whole_config,whole_weights
 from .minimind import load_pth
 
 # %% ../../nbs/37_model.pretrained.ipynb #d793a40a
@@ -44,8 +45,12 @@ OWNED = (
     LORA_WEIGHTS
 )
 
-def _write_weights(folder:Path, state:Mapping[str,Tensor], tied:bool)->None: # there; of a whole model
-    "Writes `model.safetensors`; `tied` is `lm_tie_weights`."
+def _write_weights(
+    folder:Path,
+    state:Mapping[str,Tensor], # of a whole model
+    tied:bool, # `lm_tie_weights`
+)->None:
+    "Writes `model.safetensors`."
     tied = tied and {HEAD,EMBED} <= state.keys()
     require(not tied or torch.equal(state[HEAD], state[EMBED]),
             f"{HEAD} and {EMBED} differ, but lm_tie_weights is True: tie them or set it to False")
@@ -54,13 +59,29 @@ def _write_weights(folder:Path, state:Mapping[str,Tensor], tied:bool)->None: # t
     write_tensors(folder/'model.safetensors', state, metadata, names)
 
 # %% ../../nbs/37_model.pretrained.ipynb #3a0c9928
-def checkpoint_config(name:str|Path, kind:type[VLMConfig]=VLMConfig)->VLMConfig: # class of the configuration
+@contextmanager
+def _of_own_class(folder:Path)->Iterator[None]: # of a checkpoint; a `with` block
+    "Says what a checkpoint needs that is not the library's."
+    try:
+        yield
+    except UsageError as e:
+        require(
+            'model' not in own_parts_of(folder.parent),
+            f'{e}. The run had a model of its own: give its class, load(run, model=Mine) or '
+            '--model mine.py:Mine'
+        )
+        raise
+
+def checkpoint_config(
+    name:str|Path,
+    kind:type[VLMConfig]=VLMConfig, # class of the configuration
+)->VLMConfig:
     "Returns the configuration of a checkpoint, without reading a tensor."
     folder = resolve_checkpoint(name, weights=False)
-    config = _json(folder, 'config.json')
+    config = read_json(folder, 'config.json')
     theirs = config.get('model_type')
     if theirs in WHOLE:
-        return kind.from_dict(_whole_config(folder, theirs).to_dict())
+        return kind.from_dict(whole_config(folder, theirs).to_dict())
     require(not theirs,
         f"{name} is a model of type {theirs!r}, and of transformers' whole models only "
             f"{' and '.join(WHOLE)} are read: give one of these, or name it as a backbone (lm_model_type, "
@@ -69,11 +90,13 @@ def checkpoint_config(name:str|Path, kind:type[VLMConfig]=VLMConfig)->VLMConfig:
         'class_names' in kind.__dataclass_fields__ or 'class_names' not in config,
         f'{name} is a classifier: use it with nanovlm classify --predict {name} PICTURE'
     )
-    return kind.load(folder/'config.json')
+    with _of_own_class(folder): return kind.load(folder/'config.json')
 
 # %% ../../nbs/37_model.pretrained.ipynb #c8d84bd9
-def checkpoint_weights(name:str|Path, kind:type[VLMConfig]=VLMConfig, # class of the configuration
-    merge:bool=True, # add adapters to their base; False: as tensors of their own
+def checkpoint_weights(
+    name:str|Path,
+    kind:type[VLMConfig]=VLMConfig, # class of the configuration
+    merge:bool=True, # add adapters to their base; False: they are tensors of their own
 )->tuple[VLMConfig,Tensors]: # its configuration, all weights
     "Opens a checkpoint, and what adapters are for in their base."
     folder = resolve_checkpoint(name)
@@ -83,31 +106,35 @@ def checkpoint_weights(name:str|Path, kind:type[VLMConfig]=VLMConfig, # class of
         require(base_digest(base)==note['base']['sha256'],
             f"{folder} holds adapters, and {base} has other "
             "weights than their base had: put that back, or begin a new run with load_from")
-        own = {f.name for f in fields(kind)}-{f.name for f in fields(VLMConfig)}
-        known = own & _json(base, 'config.json').keys() # or the base is a plain model
-        state = checkpoint_weights(base, kind if known else VLMConfig)[1]
+        more_fields = {f.name for f in fields(kind)}-{f.name for f in fields(VLMConfig)}
+        in_base = more_fields & read_json(base, 'config.json').keys() # or the base is a plain model
+        _,state = checkpoint_weights(base, kind if in_base else VLMConfig)
         for new in note.get('without', ()):
             state.makers.pop(new, None)
         state |= read_file(folder/LORA_WEIGHTS)
-        adapted = {k.removesuffix(LORA_A) for k in state if k.endswith(LORA_A)}
-        plain = _merge_state(state, note['alpha']) if merge else beside_adapters(state,
-            adapted)
-        return checkpoint_config(folder, kind),plain
+        if merge:
+            weights = _merge_state(state, note['alpha'])
+        else:
+            adapted = {k.removesuffix(LORA_A) for k in state if k.endswith(LORA_A)}
+            weights = beside_adapters(state, adapted)
+        return checkpoint_config(folder, kind),weights
     cfg = checkpoint_config(folder, kind)
-    if _json(folder, 'config.json').get('model_type') in WHOLE:
-        return cfg,_from_whole(folder, cfg)
-    state = _read_tensors(folder)
-    if cfg.lm_tie_weights and HEAD in state:
-        state.alias(EMBED, HEAD)
-    if cfg.lm_tie_weights and EMBED in state:
-        state.alias(HEAD, EMBED)
+    if read_json(folder, 'config.json').get('model_type') in WHOLE:
+        return cfg,whole_weights(folder, cfg)
+    state = read_tensors(folder)
+    if cfg.lm_tie_weights:
+        if HEAD in state: state.alias(EMBED, HEAD)
+        if EMBED in state: state.alias(HEAD, EMBED)
     return cfg,state
 
 # %% ../../nbs/37_model.pretrained.ipynb #df372578
-def find_tokenizer(path:Path, name:str)->str: # of a checkpoint; its `lm_tokenizer`, a hub id or a directory
+def find_tokenizer(
+    path:Path, # of a checkpoint
+    name:str, # its `lm_tokenizer`, a hub id or a directory
+)->str:
     "Returns the directory of its tokenizer, in the checkpoint or beside it, or else the name unchanged."
-    for place in (path, path/name, path.parent/name):
-        if (place/'tokenizer.json').is_file(): return str(place)
+    for folder in (path, path/name, path.parent/name):
+        if (folder/'tokenizer.json').is_file(): return str(folder)
     return name
 
 # %% ../../nbs/37_model.pretrained.ipynb #3fd8248c
@@ -140,13 +167,17 @@ def is_adapter(name:str)->bool: # of a tensor
     "Returns whether a tensor belongs to an adapter, and not to the base."
     return name.endswith((LORA_A, LORA_B))
 
-def beside_base(name:str, note:dict[str,Any])->bool: # of a tensor; see `add_adapters`
+def beside_base(
+    name:str, # of a tensor
+    note:dict[str,Any], # see `add_adapters`
+)->bool:
     "Returns whether a tensor is saved with adapters: theirs, and those of parts that are new in the model."
     return is_adapter(name) or name.partition('.')[0] in note.get('new_parts', ())
 
 # %% ../../nbs/37_model.pretrained.ipynb #4406cc2c
 def _merge_state(
-    state:Mapping[str,Tensor], alpha:float, # of a base and adapters, which count alpha/rank times
+    state:Mapping[str,Tensor], # of a base and adapters
+    alpha:float, # adapters count alpha/rank times
 )->Tensors: # of a plain model; adapted matrices are float32
     "Returns weights to whose matrices the adapters are added."
     def merged(name):
@@ -163,7 +194,10 @@ def _merge_state(
     return Tensors(makers)
 
 # %% ../../nbs/37_model.pretrained.ipynb #3301fcba
-def beside_adapters(state:Mapping[str,Tensor], layers:Collection[str])->Tensors: # of the adapted layers
+def beside_adapters(
+    state:Mapping[str,Tensor],
+    layers:Collection[str], # names of the adapted ones
+)->Tensors:
     "Returns the same weights; those of adapted layers have the names of `base_layer`."
     def name_of(name):
         layer,_,last = name.rpartition('.')
@@ -171,7 +205,9 @@ def beside_adapters(state:Mapping[str,Tensor], layers:Collection[str])->Tensors:
     return Tensors.of(state).renamed(name_of)
 
 # %% ../../nbs/37_model.pretrained.ipynb #10ad0106
-def base_digest(folder:Path)->str: # of a checkpoint; 64 hexadecimal digits
+def base_digest(
+    folder:Path, # of a checkpoint
+)->str: # 64 hexadecimal digits
     "Returns a fingerprint of the files that its weights are read from."
     files = [
         p
@@ -187,17 +223,19 @@ def noted_base(folder:Path)->dict[str,Any]: # a checkpoint of adapters
     note = json.loads((folder/LORA_NOTE).read_bytes())
     base = note['base']
     path = base['path'] # of the hub, unless it is found here
-    found = [place for place in (Path(path), folder/base['beside']) if place.is_dir()]
-    if not found and Path(path).is_absolute():
+    present = [place for place in (Path(path), folder/base['beside']) if place.is_dir()]
+    if not present and Path(path).is_absolute():
         raise MissingFile(
             f"{folder} holds adapters, and their base {path} is not there: "
             "put it back, or beside them as it was"
         )
-    if found: path = str(found[0].resolve())
+    if present: path = str(present[0].resolve())
     return note | dict(base=dict(path=path, sha256=base['sha256']))
 
 # %% ../../nbs/37_model.pretrained.ipynb #30bcab33
-def _write_adapters(folder:Path, state:Mapping[str,Tensor], # there; the model's, or the adapters' alone
+def _write_adapters(
+    folder:Path, # to write into
+    state:Mapping[str,Tensor], # the model's weights, or the adapters' alone
     note:dict[str,Any], # see `add_adapters`; its `base` has `path` and `sha256`
     known_as:str|Path, # where the directory will be
 )->None:
@@ -208,8 +246,8 @@ def _write_adapters(folder:Path, state:Mapping[str,Tensor], # there; the model's
         "these adapters were put on a model in memory, and their base has no name: "
         "merge_adapters(model) before it is saved"
     )
-    here = Path(base['path']).is_dir()
-    beside = os.path.relpath(base['path'], Path(known_as).absolute()) if here else base['path']
+    is_local = Path(base['path']).is_dir()
+    beside = os.path.relpath(base['path'], Path(known_as).absolute()) if is_local else base['path']
     adapters = [k for k in state if beside_base(k, note)]
     write_tensors(folder/LORA_WEIGHTS, state, dict(format='pt'), adapters)
     text = json.dumps(note | dict(base=base | dict(beside=beside)), indent=1)+'\n'
@@ -218,11 +256,13 @@ def _write_adapters(folder:Path, state:Mapping[str,Tensor], # there; the model's
 # %% ../../nbs/37_model.pretrained.ipynb #49311d04
 class Pretrained(nn.Module):
     "Loading, saving and publishing, for a model with `cfg` and `tokenizer_source`."
-    config_class = VLMConfig # what config.json holds
-    lora_note:dict[str,Any]|None = None # what `LORA_NOTE` will say, if the model has adapters
+    config_class:type[VLMConfig] = VLMConfig # what config.json holds
+    # (cfg, transforms) -> what cuts pictures, see `image_processor_of`; None: as the configuration says
+    processor:Callable|None = None
+    lora_note:dict[str,Any]|None = None # what `LORA_NOTE` will hold, if the model has adapters
     folder:Path|None = None # that it was read from
     unread:Tensors|None = None # weights that are still in their files, see `read`
-    _tokenizer:Any = None # once it is asked for
+    _tokenizer:Any = None # once it is loaded
 
     @property
     def tokenizer(self): # with the image tokens as attributes
@@ -244,17 +284,18 @@ class Pretrained(nn.Module):
         self._tokenizer = value
 
     @classmethod
-    def from_pretrained(cls, path:str|Path, # a checkpoint, a run directory (its best is taken), or a hub id
+    def from_pretrained(cls,
+        path:str|Path, # a checkpoint, a run directory (its best is taken), or a hub id
         cfg:VLMConfig|None=None, # in place of the checkpoint's, e.g. with another `max_img_size`
         read:bool=True, # False: names are compared, and `read` will do the rest
     )->Any: # a model of this class, on the CPU, in eval mode
-        "Loads what `save_pretrained` or nanoVLM wrote; files must be as its manifest, if any, says."
+        "Loads what `save_pretrained` or nanoVLM wrote; files must be those of its manifest, if any."
         folder = resolve_checkpoint(path)
         check_files(folder)
         saved, state = checkpoint_weights(folder, cls.config_class)
         with undrawn():
             model = cls(cfg or saved, load_backbone=False)
-        check_names(model, state, str(path))
+        with _of_own_class(folder): check_names(model, state, str(path))
         model.unread = state
         model.folder = folder
         model.tokenizer_source = find_tokenizer(folder, model.cfg.lm_tokenizer)
@@ -269,7 +310,9 @@ class Pretrained(nn.Module):
         return self
 
     @classmethod
-    def from_pth(cls, path:str|Path, cfg:VLMConfig, # of MiniMind's kind, see `load_pth`; sizes
+    def from_pth(cls,
+        path:str|Path, # of MiniMind's kind, see `load_pth`
+        cfg:VLMConfig, # sizes of the model
         load_backbone:bool=True, # take a vision tower that the file lacks from its backbone
     )->Any: # a model of this class, on the CPU, in training mode
         "Starts from a language model's file, or from that of an earlier stage."
@@ -279,13 +322,14 @@ class Pretrained(nn.Module):
         absent = load_pth(model, path)
         if 'vision_encoder' in absent and load_backbone:
             load_vision_backbone(model.vision_encoder, cfg.vit_model_type)
-        anew = [part for part in absent if part == 'MP' or not load_backbone]
-        if anew:
+        drawn = [part for part in absent if part == 'MP' or not load_backbone]
+        if drawn:
             log = logging.getLogger(__name__)
-            log.warning('%s has no %s: random weights there', path, ' and '.join(anew))
+            log.warning('%s has no %s: random weights there', path, ' and '.join(drawn))
         return model
 
-    def save_pretrained(self, save_directory:str|Path, # made if missing
+    def save_pretrained(self,
+        save_directory:str|Path, # made if missing
         tokenizer=None, # saved along if it is not from the hub; default: the model's own
         known_as:str|Path|None=None, # where the directory will be, or its hub id; default: where it is
         state:Mapping[str,Tensor]|None=None, # weights by name, e.g. an earlier copy; default: its own
@@ -298,8 +342,8 @@ class Pretrained(nn.Module):
         if tokenizer is not None and tokenizer.name_or_path == self.cfg.lm_tokenizer:
             from_hub = not Path(self.cfg.lm_tokenizer).is_dir()
         # nanoVLM looks from wherever it is run
-        place = str(known_as or Path(save_directory).absolute())
-        cfg = self.cfg if from_hub else evolve(self.cfg, lm_tokenizer=place)
+        final_place = str(known_as or Path(save_directory).absolute())
+        cfg = self.cfg if from_hub else evolve(self.cfg, lm_tokenizer=final_place)
         state = self.state_dict() if state is None else state
         with written_at_once(save_directory, OWNED) as tmp:
             cfg.save(tmp/'config.json')
@@ -308,8 +352,11 @@ class Pretrained(nn.Module):
             else: _write_weights(tmp, state, cfg.lm_tie_weights)
             if not from_hub: save_tokenizer(tokenizer, tmp)
 
-    def push_to_hub(self, repo_id:str, private:bool=False, # e.g. 'name/my-vlm', made if missing; if new
-        tokenizer=None, api:HfApi|None=None, # see `save_pretrained`; client, default: one with your login
+    def push_to_hub(self,
+        repo_id:str, # e.g. 'name/my-vlm', made if missing
+        private:bool=False, # if it is new
+        tokenizer=None, # see `save_pretrained`
+        api:HfApi|None=None, # client; default: one with your login
         training:str=UNTOLD, # Markdown about data, results and limits; of a run: `runs.start.training_card`
     )->None:
         "Uploads the checkpoint and a model card to the Hugging Face hub."
@@ -330,7 +377,7 @@ class Pretrained(nn.Module):
 
 # %% ../../nbs/37_model.pretrained.ipynb #26a10006
 def followed(make:Callable[[],Pretrained])->Any: # makes a model
-    "Returns a model whose weights a checkpoint will bring: none is drawn, and nobody has to send them."
+    "Returns a model whose weights a checkpoint will bring: none is drawn, and none is sent between ranks."
     with undrawn(): model = make()
     model.unread = Tensors(dict.fromkeys(model.state_dict()))
     return model

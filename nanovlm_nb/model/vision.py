@@ -31,8 +31,11 @@ def _flatten_tiles(images)->list[Tensor]: # None, a tile, a stack (N, 3, S, S), 
     return [stack for stack in stacks if len(stack)]
 
 # %% ../../nbs/29_model.vision.ipynb #2026a3b0
-def stack_tiles(images, device:str|torch.device|None=None)->Tensor|None: # see `_flatten_tiles`; to go to
-    "Returns all tiles as one stack (N, 3, S, S); None without tiles. The copy to a GPU does not wait."
+def stack_tiles(
+    images, # see `_flatten_tiles`
+    device:str|torch.device|None=None, # to copy to; None: where they are
+)->Tensor|None: # (N, 3, S, S); None: there are no tiles
+    "Returns all tiles as one stack. The copy to a GPU does not wait."
     stacks = [t.to(device, non_blocking=True) for t in _flatten_tiles(images)]
     require(
         len({t.dtype == torch.uint8 for t in stacks}) < 2,
@@ -41,13 +44,15 @@ def stack_tiles(images, device:str|torch.device|None=None)->Tensor|None: # see `
     return torch.cat(stacks) if stacks else None
 
 # %% ../../nbs/29_model.vision.ipynb #443882ab
-def to_pixels(tiles:Tensor, # (N, 3, S, S) bytes (0-255) or floats (0-1)
-    mean:Sequence[float]=(0.,), std:Sequence[float]=(1.,), # one number each, or three for the colours
+def to_pixels(
+    tiles:Tensor, # (N, 3, S, S) bytes (0-255) or floats (0-1)
+    mean:Sequence[float]=(0.,), # one number, or three for the colours
+    std:Sequence[float]=(1.,), # likewise
     multiple:int=1, # blank tiles follow until N is a multiple of this
 )->Tensor: # (N, 3, S, S) float, 0-1 unless `mean` and `std` say otherwise
     "Returns tiles as normalised floats."
-    spare = -len(tiles) % multiple
-    x = torch.cat([tiles, tiles.new_zeros(spare, *tiles.shape[1:])]) if spare else tiles
+    blank = -len(tiles) % multiple
+    x = torch.cat([tiles, tiles.new_zeros(blank, *tiles.shape[1:])]) if blank else tiles
     if x.dtype == torch.uint8: x = x.float()/255
     if ([*mean], [*std]) == ([0], [1]): return x
     if len(mean) == len(std) == 1: return (x-mean[0])/std[0]
@@ -160,8 +165,10 @@ class ViTBlock(nn.Module):
         return x+self.mlp(self.ln2(x))
 
 # %% ../../nbs/29_model.vision.ipynb #c8fd8697
-def init_weights(module:nn.Module, # a part of the model; others are left alone
-    std:float=.02)->None: # standard deviation of matrices
+def init_weights(
+    module:nn.Module, # a part of the model; others are left alone
+    std:float=.02, # standard deviation of matrices
+)->None:
     "Fresh weights for one module; `ViT` and `LanguageModel` apply it to all of their own."
     if isinstance(module, (nn.Linear, nn.Conv2d, nn.Conv3d, nn.Embedding)):
         nn.init.normal_(module.weight, std=std)
@@ -200,7 +207,8 @@ class ViT(nn.Module):
         return self.layer_norm(x)
 
 # %% ../../nbs/29_model.vision.ipynb #de7670a5
-def pixel_shuffle(x:Tensor, # (N, P, D) patch features of N tiles, row by row; P is a square number
+def pixel_shuffle(
+    x:Tensor, # (N, P, D) patch features of N tiles, row by row; P is a square number
     factor:int, # side of the square of patches that becomes one token
 )->Tensor: # (N, P/factor**2, D*factor**2), squares row by row, inside a square the patches row by row
     "Fold each `factor` x `factor` square of patches into one token, losing nothing."
@@ -209,9 +217,9 @@ def pixel_shuffle(x:Tensor, # (N, P, D) patch features of N tiles, row by row; P
     if factor < 1 or side % factor:
         raise ValueError(f"a grid of {side} x {side} patches cannot be cut into squares of {factor}: "
                          f"choose an mp_pixel_shuffle_factor that divides {side}")
-    small = side//factor
-    x = x.reshape(n, small, factor, small, factor, d).transpose(2, 3)
-    return x.reshape(n, small*small, factor*factor*d)
+    squares = side//factor
+    x = x.reshape(n, squares, factor, squares, factor, d).transpose(2, 3)
+    return x.reshape(n, squares*squares, factor*factor*d)
 
 # %% ../../nbs/29_model.vision.ipynb #c86c36ba
 class ModalityProjector(nn.Module):

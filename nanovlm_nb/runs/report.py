@@ -19,6 +19,7 @@ from ..core.usage import require,UsageError
 from ..core.run_dir import ANSWER_TABLE,CONFIG,DROP_LIST,find_checkpoint,LOG,read_log
 from ..core.run_dir import RECORD,step_of,write_atomic
 from ..core.config import evolve,TrainConfig,VLMConfig
+from ..core.fields import OWN_ROWS
 from ..core.settings import load_yaml
 from ..core.plots import plot_curves
 from ..core.logs import RunLog
@@ -30,7 +31,7 @@ from ..training.trainer import Trainer,Validate
 from ..training.advice import advice
 from ..training.hooks import find,Meters
 from ..answers.answer import accuracy_table,Asker,keep_example,plot_answers
-from ..answers.look import compare_answers,held_out_rows,verdict
+from ..answers.look import compare_answers,held_out_rows,known_answers,verdict
 
 # %% ../../nbs/64_runs.report.ipynb #c916672a
 _EACH_RUNS = {'run_name','notes','resume','load_from'} # different in every run
@@ -157,12 +158,16 @@ def _best_asker(
     best = find_checkpoint(trainer.log.run_dir)
     samples = getattr(trainer.held_out, 'samples', None)
     processor = getattr(samples, 'image_processor', None)
-    if make is None:
-        return Asker.from_checkpoint(best, processor=processor)
-    cfg,state = checkpoint_weights(Path(best), trainer.base.config_class)
-    model = make(cfg, trainer.cfg, True)
-    load_weights(model, state, best)
-    return Asker.from_model(model.to(trainer.dist.device), trainer.tokenizer, processor)
+    if make is None or isinstance(make, type):
+        asker = Asker.from_checkpoint(best, processor=processor, model=make)
+    else:
+        cfg,state = checkpoint_weights(Path(best), trainer.base.config_class)
+        model = make(cfg, trainer.cfg, True)
+        load_weights(model, state, best)
+        model = model.to(trainer.dist.device)
+        asker = Asker.from_model(model, trainer.tokenizer, processor)
+    asker.model.features = trainer.base.features # the run has seen these pictures
+    return asker
 
 # %% ../../nbs/64_runs.report.ipynb #55000004
 def _ask_held_out(
@@ -196,7 +201,7 @@ def _remedies(
     kinds = len(scores['answers'])-1
     helps = []
     if trainer.best_step==trainer.step:
-        helps.append(f'more updates than {trainer.step}: the validation loss was still falling')
+        helps.append(f'more updates than {trainer.step}: the last checkpoint is the best')
     so_many = '' if rows is None else f' (there are {rows:.0f} rows for training)'
     helps.append(f'more pictures{so_many}')
     if not (cfg.load_from or trainer.base.cfg.backbones):
@@ -211,13 +216,31 @@ def _remedies(
         helps.append(f'fewer kinds of questions ({kinds} were asked)')
     return f"what may help: {'; '.join(helps)}"
 
-def _overfitting(records:list[dict])->str: # a sentence, or '' if it is not so
-    "Says that in a log the validation loss has risen while the loss of training fell."
+_KNOWN = .9 # share of its own rows that a model has to answer before others are to blame
+
+def _still_learning(
+    right:int, # answers of training rows that the model gives
+    asked:int, # how many it was asked for
+    updates:int, # of the run
+)->str: # a sentence; empty: it knows them
+    "Says that a model does not answer its own training rows."
+    if right>=_KNOWN*asked: return ''
+    return (
+        f'of {asked} answers in its own training rows the model gives {right}: '
+        f'it is still learning them. What helps: more updates than {updates}'
+    )
+
+def _overfitting(
+    records:list[dict], # of the log
+    best_kept:int|None=None, # update of the best checkpoint
+)->str: # a sentence; empty: it is not so
+    "Says that the validation loss has risen while the loss of training fell."
     losses = [(r['step'], r['val_loss']) for r in records if 'val_loss' in r]
     if len(losses)<3: return ''
     best_step,best = min(losses[1:], key=lambda pair: pair[1])
     last_step,last = losses[-1]
     if last<=1.01*best: return ''
+    if best_kept and best_kept>best_step: return '' # the answers got better all the same
     previous_step,_ = losses[-2]
     train = [(r['step'], r['batch_loss']) for r in records if 'batch_loss' in r]
     def mean_before(end):
@@ -234,6 +257,23 @@ def _overfitting(records:list[dict])->str: # a sentence, or '' if it is not so
         'best checkpoint is kept; what helps: more rows, or fewer updates '
         f'(about {best_step})'
     )
+
+# %% ../../nbs/64_runs.report.ipynb #5500a005
+def _warnings(trainer:Trainer, asker:Asker|None, scores:dict[str,dict], # None: nothing was asked
+    records:list[dict])->list[str]: # of the log
+    "What is wrong with the answers, and what may help."
+    t = trainer
+    learning = ''
+    if asker and t.cfg.train_dataset_path==OWN_ROWS:
+        rows = held_out_rows(t.loader, scores['answers']['all'][1], t.base.cfg)
+        learning = _still_learning(*known_answers(asker, rows), t.step)
+    lines = [learning or _overfitting(records, t.best_step)]
+    judged = verdict(scores) if scores else ''
+    if judged:
+        right,asked = scores['answers']['all']
+        helps = '' if learning or right==asked else _remedies(t, scores)
+        lines = [judged, helps, *lines]
+    return [*filter(None, lines)]
 
 # %% ../../nbs/64_runs.report.ipynb #75ce5462
 def _time_split(seconds:dict[str,float])->str: # e.g. 'forward_backward 80 %, data 20 %, 12 s in all'
@@ -270,7 +310,7 @@ def _results_of(
     scores:dict[str,dict], # from `_ask_held_out`
 )->list[str]:
     "Returns what came of a run."
-    name = 'val_loss' if find(trainer, Validate).by is None else 'judged'
+    name = find(trainer, Validate).name
     best = 'no validation'
     if trainer.best_step is not None:
         best = f'best {name} {trainer.best_val_loss:.4f} at update {trainer.best_step}'
@@ -328,20 +368,15 @@ def report_run(
         trainer.base.cfg
     )
     drops['val'].merge(trainer.held_out.drops)
+    asker = None
     scores = {}
     if rows:
-        scores = _ask_held_out(_best_asker(trainer, make), rows, log, trainer.step)
+        asker = _best_asker(trainer, make)
+        scores = _ask_held_out(asker, rows, log, trainer.step)
     _report_drops(drops, log, trainer.step)
     records = read_log(run_dir/LOG)
     plot_curves(records, run_dir/'curves.png')
-    warnings = []
-    judgement = verdict(scores) if scores else ''
-    if judgement:
-        warnings.append(judgement)
-        right,asked = scores['answers']['all']
-        if right!=asked: warnings.append(_remedies(trainer, scores))
-    overfitting = _overfitting(records)
-    if overfitting: warnings.append(overfitting)
+    warnings = _warnings(trainer, asker, scores, records)
     results = _results_of(trainer, scores)+warnings
     write_record(run_dir, trainer.base.cfg, trainer.cfg, results)
     question = next(

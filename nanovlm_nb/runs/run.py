@@ -27,6 +27,7 @@ from ..data.images import image_processor_of
 from ..data.samples import VQADataset
 from ..data.loader import get_dataloaders,load_tokenizer,size_line
 from ..data.kept import keep_rows,loaders_of
+from ..model.language import check_decoder,LanguageModel
 from ..model.vision import ViT
 from ..model.backbones import load_vision_backbone,with_tower
 from ..model.pretrained import find_tokenizer,followed,noted_base
@@ -48,18 +49,23 @@ from .features import _keep_features
 
 # %% ../../nbs/67_runs.run.ipynb #69cf2326
 def make_model(v:VLMConfig, c:TrainConfig, resuming:bool=False, # the weights of a checkpoint will follow
-    read:bool=True)->VisionLanguageModel: # False: weights stay in their files, see `Pretrained.read`
+    read:bool=True, # False: weights stay in their files, see `Pretrained.read`
+    kind:type[VisionLanguageModel]=VisionLanguageModel, # or a class of your own
+)->Any: # a model of this class
     "A saved model, or a new one, on the CPU, in training mode."
+    v = kind.config_class.of(v)
     if resuming:
-        return followed(partial(VisionLanguageModel, v, load_backbone=False)).train()
+        return followed(partial(kind, v, load_backbone=False)).train()
     weights = weights_of_start(v, c)
     backbones = v.vlm_load_backbone_weights
     if weights:
-        model = VisionLanguageModel.from_pretrained(weights, v, read)
+        model = kind.from_pretrained(weights, v, read)
     elif is_pth(c.load_from):
-        model = VisionLanguageModel.from_pth(str(c.load_from), v, backbones)
+        model = kind.from_pth(str(c.load_from), v, backbones)
+    elif kind is VisionLanguageModel:
+        model = kind(v, load_backbone=backbones, read=read)
     else:
-        model = VisionLanguageModel(v, load_backbone=backbones, read=read)
+        model = kind(v, load_backbone=backbones)
     return model.train()
 
 # %% ../../nbs/67_runs.run.ipynb #45cbe566
@@ -183,14 +189,18 @@ def build_trainer(v:VLMConfig, c:TrainConfig, log:RunLog, dist:Dist, # every ran
     source = find_tokenizer(checkpoint, v.lm_tokenizer) if checkpoint else v.lm_tokenizer
     tokenizer = load_tokenizer(evolve(v, lm_tokenizer=source))
     rows,val = (own('loaders') or get_dataloaders)(c, v, dist, tokenizer)
-    model = (own('model') or partial(make_model, read=False))(v, c,
-        checkpoint is not None)
+    make = own('model')
+    if make is None: make = partial(make_model, read=False)
+    elif isinstance(make, type): make = partial(make_model, read=False, kind=make)
+    model = make(v, c, checkpoint is not None)
     if c.lora_rank:
         adapt(model, c, None if checkpoint else weights_of_start(v, c), dist.device)
     if own('loss'): model.cross_entropy = own('loss')
     hooks = hooks_of(c, own('hooks') or (), own('judge'))
     t = make_trainer(model, c, rows, val, hooks, dist, log, tokenizer, own('schedule'),
         own('optimizer'))
+    if checkpoint is None and type(t.base.decoder) is not LanguageModel:
+        check_decoder(t.base.decoder, t.base.cfg)
     if dist.rank:
         set_seed((c.seed+dist.rank)%2**32) # from here on each rank draws its own dropout
     return t
@@ -334,15 +344,18 @@ def process_group(timeout_s:float=TrainConfig.timeout_s)->Iterator[tuple[Dist,
 
 # %% ../../nbs/67_runs.run.ipynb #84d3c985
 def run(vlm_cfg:VLMConfig, train_cfg:TrainConfig, # the model and the run
-    model:Callable|None=None, # like `make_model(vlm_cfg, train_cfg, resuming)`
+    model:Callable|None=None, # a class of your own, or like `make_model(vlm_cfg, train_cfg, resuming)`
     loaders:Callable|None=None, # like `loader.get_dataloaders`, e.g. a `partial` with `rows` of your own
     optimizer:Callable|None=None, # like `optim.make_optimizer(model, train_cfg)`: groups name their `max_lr`
     schedule:Callable|dict|None=None, # `schedule(step, max_lr, max_steps)`, or one for each group by name
-    loss:Callable|None=None, judge:Callable|None=None, # like `cross_entropy`; `judge(trainer)`, lowest wins
+    loss:Callable|None=None, judge:Callable|None=None, # like `cross_entropy`, see `Targets`; a `Judge`
     hooks:Iterable=(), # what is done beside the updates, see `Hook`
     dist:Dist|None=None, stop:threading.Event|None=None, # ranks that are there; what ends the run
     asked:Namespace=Namespace(), command:Callable|None=None)->Path: # the command line; names what resumes
     "Train as the configurations say, and return the directory of the run; what is None the library makes."
+    processor = getattr(model, 'processor', None) # of a class
+    if processor and (loaders is None or 'processor' not in _given_data(loaders)):
+        loaders = partial(loaders or get_dataloaders, processor=processor)
     parts = dict(model=model, loaders=loaders, optimizer=optimizer, schedule=schedule,
         loss=loss,
         judge=judge, hooks=hooks)

@@ -97,7 +97,7 @@ def get_schedule(
     ratios:Any = dict(warmup_ratio=warmup_ratio, min_lr_ratio=min_lr_ratio)
     named:dict[str,Callable] = dict(
         cosine=partial(warmup_cosine, **ratios),
-        wsd=partial(wsd, **ratios),
+        wsd=partial(wsd, decay_ratio=min(.2, 1-warmup_ratio), **ratios),
         minimind=minimind_lr,
         minimind_seed=partial(minimind_lr, corrected=False)
     )

@@ -10,7 +10,7 @@ import hashlib,logging
 from collections.abc import Callable,Iterator
 from dataclasses import dataclass
 from itertools import chain,islice
-from typing import Any
+from typing import Any,NamedTuple
 
 from ..core.dist import Dist
 from ..core.clock import Clock
@@ -30,90 +30,129 @@ class Update:
     packing:dict # how full its packs are: `utilisation`, `images_per_pack`, `tiles_per_pack`
     digest:str # SHA-1 of the sample ids in their global order: micro-batch, then rank
     tiles:int = 0 # picture tiles, over micro-batches and ranks
-    pairs:int = 0 # pairs of positions that attention looks at, likewise
-    window_pairs:int = 0 # pairs of patches that a tower with windows looks at there, likewise
-    picture_pairs:int = 0 # and in whole pictures
-    filled:int = 0 # micro-batches with a target, likewise
+    pairs:int = 0 # pairs of positions that the language model's attention computes, likewise
+    window_pairs:int = 0 # pairs of patches within windows, of a vision tower that has windows, likewise
+    picture_pairs:int = 0 # pairs of patches within whole pictures, of such a tower, likewise
+    filled:int = 0 # micro-batches with at least one target, likewise
     data_time:float = 0. # seconds this rank waited for its data
-    before:dict|None = None # position of this rank's data before it
+    before:dict|None = None # position of this rank's data before the update was read
 
     def ids(self, dist:Dist=Dist())->list[str]: # every rank must call
         "Returns the sample ids of all ranks in their global order."
-        of_ranks = dist.gather([[*chain(*batch['ids'])]
-            for batch in self.micro_batches])
-        return [*chain(*chain(*zip(*of_ranks)))] # zip: the micro-batches of one place
+        mine = [[*chain(*batch['ids'])] for batch in self.micro_batches]
+        of_ranks = dist.gather(mine)
+        in_order = chain(*zip(*of_ranks)) # the first micro-batch of each rank, the second of each, ...
+        return [*chain(*in_order)]
 
 # %% ../../nbs/45_training.update.ipynb #906eff2f
-def tally(batch:Batch)->dict[str,int]: # by name
-    "Returns the counts of a micro-batch that are added up over an update."
+def tally(batch:Batch)->dict[str,int]:
+    "Returns the counts of a micro-batch that are added up over an update, by name."
     images = flat_pictures(batch['images'])
     targets = sum(map(sum, batch['n_targets']))
+    windows:Any = ()
+    pictures:Any = ()
     layout = batch.get('layout')
-    places = layout and layout.tiles
-    windows:Any = places.windows.doc_lens if places else ()
-    pictures:Any = places.pictures.doc_lens if places else ()
-    return dict(samples=sum(map(len, batch['ids'])), targets=targets,
+    if layout and layout.tiles: # of a tower with windows
+        windows = layout.tiles.windows.doc_lens
+        pictures = layout.tiles.pictures.doc_lens
+    return dict(
+        samples=sum(map(len, batch['ids'])),
+        targets=targets,
         filled=int(targets>0),
         tokens=sum(map(sum, batch['doc_lens'])),
         positions=batch['attention_mask'].numel(),
-        packs=len(batch['ids']), images=len(images),
+        packs=len(batch['ids']),
+        images=len(images),
         tiles=sum(picture.shape[:-3].numel() for picture in images),
-        pairs=pairs(batch['doc_lens']), window_pairs=pairs(windows),
-        picture_pairs=pairs(pictures))
+        pairs=pairs(batch['doc_lens']),
+        window_pairs=pairs(windows),
+        picture_pairs=pairs(pictures)
+    )
+
+# %% ../../nbs/45_training.update.ipynb #ee2b14cb
+def _digest(
+    ids:list[bytes], # of this rank: the sample ids of each micro-batch, a line each
+    n:int, # micro-batches of every rank; idle ones have no ids
+    size:int, # bytes of the ids of the rank that has most
+    dist:Dist, # this rank among the others
+)->bytes: # 20 zeros on other ranks than 0
+    "Returns on rank 0 the SHA-1 of all sample ids in their global order: micro-batch, then rank."
+    # all messages have one size: the zeros behind the ids of a rank split into empty parts
+    messages = dist.to_master(b'\0'.join(ids), size+n)
+    of_ranks = [message.split(b'\0')[:n] for message in messages]
+    in_order = chain(*zip(*of_ranks)) # the first micro-batch of each rank, the second of each, ...
+    sha = hashlib.sha1(b'\n'.join(filter(None, in_order))).digest()
+    return sha if dist.is_master else bytes(len(sha))
 
 # %% ../../nbs/45_training.update.ipynb #ee2b14cc
-def gather_update(batches:list[Batch]|Exception, dist:Dist, # this rank's, or why it has none; whom to ask
+def gather_update(
+    batches:list[Batch]|Exception, # micro-batches of this rank, or why it has none
+    dist:Dist, # this rank among the others
     idle:Callable[[],Batch]|None=None, # makes a micro-batch without effect
 )->Update|Exception|None: # None: no rank has a micro-batch left, or, without `idle`, some rank has none
     "Agrees with all ranks on the next update; if one of them has failed, every rank gets an error instead."
-    mine:Any = batches
-    failed = 0 # the first rank that has failed has the largest number here
+    mine:list[Batch] = []
+    failed = 0
     if isinstance(batches, Exception):
-        mine = []
-        failed = dist.world_size-dist.rank
+        failed = dist.world_size-dist.rank # the first rank that fails has the largest number
+    else:
+        mine = batches
     ids = ['\n'.join(chain(*batch['ids'])).encode() for batch in mine]
-    failed,largest,smallest,size = dist.reduce(
-        [failed, len(mine), -len(mine), sum(map(len, ids))+len(ids)], 'max')
+    size = sum(map(len, ids))+len(ids)
+    failed,most,least,size = dist.reduce([failed, len(mine), -len(mine), size], 'max')
+    least = -least # the largest of negative numbers
     if failed:
-        why = (str(batches).strip().splitlines() or [''])[-1]
-        reasons = dist.gather(f'{type(batches).__name__}: {why}')
+        lines = str(batches).strip().splitlines() or ['']
+        reasons = dist.gather(f'{type(batches).__name__}: {lines[-1]}')
         if isinstance(batches, Exception): return batches
         rank = dist.world_size-failed
         return RuntimeError(f'the data of rank {rank} have failed: {reasons[rank]}')
 
-    n = largest if idle else -smallest
-    if n<largest:
+    n = most if idle else least
+    if n<most:
         logging.getLogger(__name__).warning(
-            f'ranks have {n} to {largest} micro-batches: all take {n}')
+            f'ranks have {n} to {most} micro-batches: all take {n}'
+        )
     if n==0: return None
     mine = mine[:n]
     while idle and len(mine)<n: mine.append(idle())
 
-    # a part for each micro-batch; what is filled up with zeros has empty ones at its end
-    texts = dist.to_master(b'\0'.join(ids[:n]), size+n)
-    of_ranks = [text.split(b'\0')[:n] for text in texts]
-    sha = hashlib.sha1(b'\n'.join(filter(None, chain(*zip(*of_ranks))))).digest()
     counts = [tally(batch) for batch in mine]
     sums = [sum(column) for column in zip(*(count.values() for count in counts))]
-    sums += sha if dist.is_master else bytes(len(sha))
-    sums = dist.reduce(sums)
+    sha = _digest(ids[:n], n, size, dist)
+    sums = dist.reduce([*sums, *sha]) # only rank 0 has a digest, so its sum with zeros is the digest
     total = dict(zip(counts[0], sums))
-    packing = dict(utilisation=total['tokens']/total.pop('positions'))
     packs = total.pop('packs')
-    packing |= dict(images_per_pack=total.pop('images')/packs,
-        tiles_per_pack=total['tiles']/packs)
-    return Update(mine, packing=packing, digest=bytes(sums[-len(sha):]).hex(), **total)
+    packing = dict(
+        utilisation=total['tokens']/total.pop('positions'),
+        images_per_pack=total.pop('images')/packs,
+        tiles_per_pack=total['tiles']/packs
+    )
+    digest = bytes(sums[-len(sha):]).hex()
+    return Update(mine, packing=packing, digest=digest, **total)
 
 # %% ../../nbs/45_training.update.ipynb #6cd3434f
+class _Ahead(NamedTuple):
+    "What was fetched and is not taken yet."
+    update:Update|Exception|None # None: the epoch is over
+    position:dict|None # of this rank's data before it
+    waited:float # seconds this rank waited for its data
+
 class Feed:
     "Updates of an epoch, one after the other. The next may be fetched while the last is computed."
-    def __init__(self, loader:Loader, dist:Dist=Dist(), size:int=1, clock:Clock|None=None): # micro-batches
+    def __init__(
+        self,
+        loader:Loader, # this rank's micro-batches
+        dist:Dist=Dist(), # this rank among the others
+        n:int=1, # micro-batches of a rank in an update
+        clock:Clock|None=None, # counts what is waited for
+    ):
         self.loader = loader
         self.dist = dist
-        self.size = size
+        self.n = n
         self.clock = clock or Clock()
         self.batches:Iterator[Batch]|None = None # of the epoch; None: none has begun
-        self.ahead:Any = None # fetched and not taken: update, None or error, position before, seconds
+        self.ahead:Any = None # an `_Ahead`, or None
 
     def begin(self, epoch:int)->None: # from 0
         "Takes the rest of this epoch, or another from its beginning."
@@ -123,37 +162,42 @@ class Feed:
 
     def close(self)->None:
         "Lets go of the epoch, and of the loader's processes. What was not taken comes again."
-        if self.ahead and self.ahead[1] is not None:
-            self.loader.load_state_dict(self.ahead[1])
-        self.batches = self.ahead = None
+        if self.ahead and self.ahead.position is not None:
+            self.loader.load_state_dict(self.ahead.position)
+        self.batches = None
+        self.ahead = None
 
-    def fetch(self, is_busy:Callable[[],bool]=bool)->None: # does the device still compute when all is there?
+    def fetch(
+        self,
+        is_busy:Callable[[],bool]|None=None, # whether the device still computes the update before
+    )->None:
         "Reads the next update and asks the ranks about it, unless that was done; every rank must call."
         if self.batches is None or self.ahead: return
         position = self.loader.state_dict()
         start = self.clock.now()
         batches:Any
         with self.clock('data'):
-            try: batches = list(islice(self.batches, self.size))
+            try:
+                batches = list(islice(self.batches, self.n))
             except Exception as e:
                 batches = e # it is raised when all ranks know
         read = self.clock.now()
         with self.clock('communication'):
             update = gather_update(batches, self.dist, self.loader.idle)
         waited = read-start
-        if is_busy(): # all that time, so nothing was waited for
+        if is_busy and is_busy(): # the device has worked all that time, so nothing was waited for
             self.clock.move('data', 'forward_backward', waited)
             self.clock.move('communication', 'forward_backward', self.clock.now()-read)
             waited = 0.
-        self.ahead = update,position,waited
+        self.ahead = _Ahead(update, position, waited)
 
     @property
     def over(self)->bool: # the same on all ranks
-        "Whether it is known that no update of the epoch is left."
-        return bool(self.ahead) and self.ahead[0] is None
+        "Whether the end of the epoch was fetched and not taken yet."
+        return self.ahead is not None and self.ahead.update is None
 
     def take(self)->Update|None: # None: the epoch is over
-        "Returns the next update; every rank must call. An error of its data is raised here."
+        "Returns the next update; every rank must call. An error of its data is raised here, and again each time."
         self.fetch()
         update,position,waited = self.ahead
         if isinstance(update, Exception): raise update
@@ -165,4 +209,5 @@ class Feed:
 
     def state_dict(self)->dict|None: # of this rank, see `Loader`
         "Returns where the data stand after the last update that was taken."
-        return self.ahead[1] if self.ahead else self.loader.state_dict()
+        if self.ahead: return self.ahead.position
+        return self.loader.state_dict()

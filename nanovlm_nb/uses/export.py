@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['HAIR', 'AS_TEXT', 'NO_PROCESSOR', 'CARD', 'PRE_TOKENIZERS', 'LANGUAGE_NAMES', 'VISION_NAMES', 'save_json',
-           'write_form', 'export_smolvlm', 'export_qwen', 'open_model', 'need', 'pre_tokenizer', 'export_gguf',
-           'export_model']
+           'write_form', 'export_smolvlm', 'export_qwen', 'open_model', 'check_exportable', 'need', 'pre_tokenizer',
+           'export_gguf', 'export_model']
 
 # %% ../../nbs/80_uses.export.ipynb #85a00004
 import copy,json,sys
@@ -30,8 +30,11 @@ from ..model.backbones import their_names
 from ..model.formats import text_type
 from ..model.minimind import neighbours
 from ..model.pretrained import checkpoint_config
-from ..model.vlm import VisionLanguageModel
+from ..model.vlm import ModelClass,VisionLanguageModel,model_class
 from ..answers.answer import standard_processor
+from ..data.images import image_processor_of
+from ..model.language import LanguageModel
+from ..model.native import TOWERS
 from ..training.lora import PEFT_CONFIG,read_adapted,read_peft,save_peft
 
 # %% ../../nbs/80_uses.export.ipynb #f2180e4f
@@ -94,8 +97,8 @@ library_name: transformers
 ---
 A `{kind}`, written by `nanovlm export`. {processor}
 
-Lay pictures with transparency on white and give PIL images, since transformers drops the transparency of
-files that it opens itself:
+Turn photographs as their EXIF data say, lay pictures with transparency on white, and give PIL images:
+transformers turns no PIL image, and drops the transparency of files that it opens itself:
 
 ```python
 from PIL import Image, ImageOps
@@ -144,17 +147,19 @@ def export_qwen(model:VisionLanguageModel, folder:str|Path)->None: # of `image_c
         save_file(tensors, tmp/'model.safetensors', metadata=dict(format='pt'))
 
 # %% ../../nbs/80_uses.export.ipynb #3c4481dd
-def open_model(name:str|Path, kind:str='nanovlm')->VisionLanguageModel: # format to write
+def open_model(name:str|Path, kind:str='nanovlm', # format to write
+    model:ModelClass=None)->VisionLanguageModel: # of your own, see `model_class`
     "Returns what is to be exported, in eval mode: a checkpoint, a run, a hub id, or adapters of peft."
     if (Path(name)/PEFT_CONFIG).is_file() and kind!='peft':
         return read_peft(name)
-    cfg = checkpoint_config(name)
+    own = model_class(model)
+    cfg = checkpoint_config(name, own.config_class)
     if kind=='qwen2_5_vl':
         to_qwen({}, cfg) # refuses another model before a tensor is read
     elif cfg.native and kind!='nanovlm':
         to_smolvlm({}, cfg) # likewise
     if kind!='peft':
-        return VisionLanguageModel.from_pretrained(name)
+        return own.from_pretrained(name)
     folder = Path(find_checkpoint(name))
     require((folder/LORA_NOTE).is_file(),
         'it holds no adapters: format peft is for a run with lora_rank')
@@ -162,6 +167,18 @@ def open_model(name:str|Path, kind:str='nanovlm')->VisionLanguageModel: # format
     return read_adapted(folder)
 
 # %% ../../nbs/80_uses.export.ipynb #f5323d2d
+def check_exportable(model:VisionLanguageModel, kind:str)->None: # format to write
+    "Raises a UsageError where no other program does what a model of your own does."
+    processor = standard_processor(model) # or a UsageError
+    if kind=='nanovlm': return
+    require(processor==image_processor_of(model.cfg),
+        f'this model has an image processor of its own, which {kind} cannot hold: take format nanovlm')
+    names = ('vision_encoder','MP','decoder')
+    parts = dict(zip(names, (*TOWERS[model.cfg.image_convention], LanguageModel)))
+    own = [name for name,usual in parts.items() if type(getattr(model, name)) is not usual]
+    require(not own, f'this model has a {" and a ".join(own)} of its own, which {kind} cannot hold: '
+        'take format nanovlm')
+
 def need(extra:str, *packages:str)->None: # of this package
     "Raises a UsageError about a package that is not installed."
     for package in packages:
@@ -392,18 +409,18 @@ def export_gguf(model:VisionLanguageModel, # with its tokenizer
 
 # %% ../../nbs/80_uses.export.ipynb #2791f964
 def export_model(checkpoint:str|Path, folder:str|Path, # see `open_model`; directory to write
-    kind:str='smolvlm', outtype:str='f16')->None: # a `Format` but onnx and web; see `export_gguf`
+    kind:str='smolvlm', outtype:str='f16', # a `Format` but onnx and web; see `export_gguf`
+    model:ModelClass=None)->None: # of your own, see `model_class`
     "Writes a checkpoint for other programs, and prints where."
     if kind=='gguf': need('gguf', 'gguf')
-    model = open_model(checkpoint, kind)
-    if kind!='peft':
-        standard_processor(model) # or a UsageError
+    opened = open_model(checkpoint, kind, model)
+    if kind!='peft': check_exportable(opened, kind)
     with user_path():
-        if kind=='nanovlm': model.save_pretrained(folder)
-        elif kind=='peft': save_peft(model, folder)
-        elif kind=='gguf': export_gguf(model, folder, outtype)
-        elif kind=='qwen2_5_vl': export_qwen(model, folder)
-        else: export_smolvlm(model, folder, kind)
+        if kind=='nanovlm': opened.save_pretrained(folder)
+        elif kind=='peft': save_peft(opened, folder)
+        elif kind=='gguf': export_gguf(opened, folder, outtype)
+        elif kind=='qwen2_5_vl': export_qwen(opened, folder)
+        else: export_smolvlm(opened, folder, kind)
     say(f'{folder}: {kind}')
-    if kind in WHOLE and model.cfg.image_convention=='nanovlm':
+    if kind in WHOLE and opened.cfg.image_convention=='nanovlm':
         sys.stderr.write(f'{folder}: {NO_PROCESSOR}\n')

@@ -19,17 +19,18 @@ from urllib.request import urlopen
 import PIL
 from PIL import Image
 
-from ..core.run_dir import read_example
+from ..core.run_dir import ANSWER_TABLE,BEST,CONFIG,read_example,read_pointer
+from ..core.settings import load_yaml
 from ..core.usage import MissingFile,UsageError,require,say,user_path
 from ..data.images import open_image
-from ..answers.answer import Asker,Chat,standard_processor
+from ..answers.answer import Asker,Chat
 from ..answers.heatmap import answer_heat,overlay,default_blocks
 from ..model.files import written_at_once
 from ..model.formats import to_smolvlm
-from ..model.vlm import VisionLanguageModel
+from ..model.vlm import ModelClass,VisionLanguageModel
 from ..data.rows import DESCRIBE
 from ..data.shapes import QUESTIONS,shapes_dataset
-from .export import need,open_model,pre_tokenizer,save_json
+from .export import check_exportable,need,open_model,pre_tokenizer,save_json
 from .onnx import OWN_NOTE,client_note,export_onnx,write_graphs
 
 # %% ../../nbs/83_uses.pages.ipynb #56edd373
@@ -88,6 +89,25 @@ def _respond(asker:Asker, talk:_Talk, # of this visitor; it is changed
     heat = answer_heat(asker, talk.images, [*turns, dict(user=question)], text.strip())[-1]
     yield text,overlay(talk.images[-1], heat)
 
+# %% ../../nbs/83_uses.pages.ipynb #ab0u7002
+def _about(asker:Asker)->str:
+    "Returns what a visitor should know of a model: its size, its data, how often it is right."
+    size = sum(p.numel() for p in asker.model.parameters())/1e6
+    said = f'This model has {size:.2f} million parameters'
+    run:Any = asker.run_dir
+    best = run and read_pointer(run, BEST)
+    if not best or best!=asker.model.folder or not (run/ANSWER_TABLE).is_file():
+        return f'{said}. How often it is right is not recorded.'
+    _,cfg = load_yaml(run/CONFIG, given=None)
+    scores = json.loads((run/ANSWER_TABLE).read_text(encoding='utf-8'))
+    asked = scores['answers']['all'][1]
+    def share(column): return f"{scores[column]['all'][0]/asked:.1%}"
+    results = f"Of {asked:,} held-out questions it answers {share('answers')} right"
+    if 'another picture' in scores:
+        results += f", and {share('another picture')} when shown another picture"
+    return (f'{said} and was trained on {Path(cfg.train_dataset_path).name}. {results}. '
+        f"The commonest answer is right in {share('blind guess')}.")
+
 # %% ../../nbs/83_uses.pages.ipynb #00c23014
 def _is_address(name:str)->bool: # such as 192.168.0.7
     try: return bool(ipaddress.ip_address(name))
@@ -130,7 +150,8 @@ def _build_page(asker:Asker, title:str, max_new_tokens:int=64, # heading; longes
     offered = [[dict(text=example[1], files=[str(example[0])])]] if example else None
     warmth = gr.Slider(0, 2, 0, label='0 takes the most likely word', render=False)
     with gr.Blocks(title=title, analytics_enabled=False) as page:
-        gr.ChatInterface(ask, multimodal=True, title=title, additional_outputs=heat,
+        gr.ChatInterface(ask, multimodal=True, title=title, description=_about(asker),
+            additional_outputs=heat,
             chatbot=gr.Chatbot(label='Conversation', elem_id='conversation',
                 render_markdown=False,
                                buttons=['copy','copy_all']),
@@ -145,12 +166,13 @@ def _build_page(asker:Asker, title:str, max_new_tokens:int=64, # heading; longes
 
 # %% ../../nbs/83_uses.pages.ipynb #5edc451e
 def serve(checkpoint:str|Path, max_new_tokens:int=64, # or a run, or a hub id; of the longest answer
-    host:str='127.0.0.1', port:int=7860)->None: # address
+    host:str='127.0.0.1', port:int=7860, # address
+    model:ModelClass=None)->None: # of your own, see `model_class`
     "Shows a page where you talk with a model about pictures, until Ctrl-C."
     need('demo', 'gradio')
     try: example = read_example(checkpoint)[:2]
     except MissingFile: example = None
-    asker = Asker.from_checkpoint(checkpoint)
+    asker = Asker.from_checkpoint(checkpoint, model=model)
     page = _build_page(asker, f'nanovlm_nb: {checkpoint}', max_new_tokens, example)
     only_here = dict(middleware=[(_OnlyHere, (host,), {})])
     try:
@@ -218,11 +240,12 @@ def _offered_rows()->list[dict]: # of `shapes_dataset`
     return [row for row in shapes_dataset(2*SCENES, 'validation') if row['images']][:SCENES]
 
 # %% ../../nbs/83_uses.pages.ipynb #2e833c14
-def _page_note(texts:list[str], side:int)->dict[str,Any]: # about each scene; of a tile, pixels; for page.json
+def _page_note(texts:list[str], side:int, # about each scene; of a tile, pixels
+    about:str)->dict[str,Any]: # see `_about`; for page.json
     "Returns what the page offers."
     from matplotlib import colormaps,colors
     return dict(scenes=[dict(file=f'scenes/{i+1}.png', text=text)
-        for i,text in enumerate(texts)],
+        for i,text in enumerate(texts)], about=about,
         questions=[questions[0] for questions in QUESTIONS.values()],
         most_tokens=MOST_TOKENS, sheet=4*side,
         colours=''.join(colors.to_hex(colormaps['inferno'](i))[1:] for i in range(256)))
@@ -257,7 +280,8 @@ def _export_web(model:VisionLanguageModel, # with its tokenizer
         for i,row in enumerate(rows):
             row['images'][0].save(tmp/'scenes'/f'{i+1}.png')
         save_json(tmp/'page.json',
-            _page_note([row['scene'] for row in rows], model.cfg.vit_img_size))
+            _page_note([row['scene'] for row in rows], model.cfg.vit_img_size,
+                _about(Asker.from_model(model))))
         _write_model(model, tmp/'model')
         for name,content in runtime.items():
             (tmp/'runtime'/name).write_bytes(content)
@@ -267,15 +291,16 @@ def _export_web(model:VisionLanguageModel, # with its tokenizer
 # %% ../../nbs/83_uses.pages.ipynb #74a00027
 def export_graphs(checkpoint:str|Path, folder:str|Path, # see `open_model`; directory to write
     kind:str='onnx', int8:bool=False, # or web; see `export_onnx`
-    web_runtime:str|None=None)->None: # see `_read_runtime`
+    web_runtime:str|None=None, # see `_read_runtime`
+    model:ModelClass=None)->None: # of your own, see `model_class`
     "Writes a checkpoint as ONNX files, or as a page with them, and prints where."
     need('onnx', 'onnx', 'onnxruntime', 'onnxscript')
     note = f'{OWN_NOTE} says how pictures are cut and announced'
     with user_path():
-        model = open_model(checkpoint, kind)
-        standard_processor(model) # or a UsageError
-        if kind=='onnx': export_onnx(model, folder, int8)
+        opened = open_model(checkpoint, kind, model)
+        check_exportable(opened, kind)
+        if kind=='onnx': export_onnx(opened, folder, int8)
         else:
-            _export_web(model, folder, web_runtime)
+            _export_web(opened, folder, web_runtime)
             note = f'python -m http.server -d {shlex.quote(str(folder))} shows it'
     say(f'{folder}: {kind}; {note}')

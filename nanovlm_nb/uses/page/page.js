@@ -404,15 +404,16 @@ class Sheet { // the picture, and a pen
   }
 }
 
-function drawHeat(heat, { width, height }, colours) {
-  const canvas = byId('heat'), scale = 256 / Math.max(width, height), w = Math.max(1, Math.round(width * scale)), h = Math.max(1, Math.round(height * scale));
+function drawHeat(heat, canvas, picture, colours) { // the picture in small, under the heat
+  const { width, height } = picture, scale = 256 / Math.max(width, height), w = Math.max(1, Math.round(width * scale)), h = Math.max(1, Math.round(height * scale));
   const hot = spread(heat, w, h), low = hot.reduce((a, b) => Math.min(a, b)), range = Math.max(hot.reduce((a, b) => Math.max(a, b)) - low, 1e-12);
   [canvas.width, canvas.height] = [w, h];
-  const context = canvas.getContext('2d'), image = context.createImageData(w, h);
+  const context = canvas.getContext('2d', { willReadFrequently: true, alpha: false });
+  context.drawImage(picture, 0, 0, w, h);
+  const image = context.getImageData(0, 0, w, h);
   hot.forEach((v, i) => {
     const at = 6 * Math.min(255, Math.floor(((v - low) / range) * 256));
-    for (let c = 0; c < 3; ++c) image.data[4 * i + c] = parseInt(colours.slice(at + 2 * c, at + 2 * c + 2), 16);
-    image.data[4 * i + 3] = Math.round(255 * STRENGTH);
+    for (let c = 0; c < 3; ++c) image.data[4 * i + c] += STRENGTH * (parseInt(colours.slice(at + 2 * c, at + 2 * c + 2), 16) - image.data[4 * i + c]);
   });
   context.putImageData(image, 0, 0);
 }
@@ -439,16 +440,16 @@ async function start() {
     if (!got.ok) throw new Error(`${path} cannot be loaded (${got.status}).`);
     return new Uint8Array(await got.arrayBuffer());
   };
-  let model = null, busy = false, heatThere = false, changes = 0, shown = Promise.resolve();
-  const showHeat = () => { byId('heat').hidden = !(heatThere && byId('show').checked); };
-  const forget = () => { heatThere = false; byId('answer').textContent = byId('figures').textContent = ''; showHeat(); };
+  let model = null, busy = false, changes = 0, shown = Promise.resolve();
+  const forget = () => { byId('answer').textContent = byId('figures').textContent = ''; byId('looked').hidden = true; };
   const pressed = (which) => document.querySelectorAll('#scenes button').forEach((b) => b.setAttribute('aria-pressed', b === which));
   const sheet = new Sheet(() => { ++changes; forget(); pressed(null); });
   const page = JSON.parse(new TextDecoder().decode(await bytes('page.json')));
 
   const ask = guarded(async () => {
     const question = strip(byId('question').value);
-    if (!model || busy || !question) return;
+    if (!question) return tell('There is no question yet: write one, or press one of those below.');
+    if (!model || busy) return;
     [busy, byId('ask').disabled] = [true, true];
     try {
       await shown.catch(() => {}); // the picture that was chosen last
@@ -467,9 +468,8 @@ async function start() {
       const { answer, said, heat } = got;
       byId('answer').textContent = answer;
       byId('figures').textContent = `${said.length} ${said.length === 1 ? 'token' : 'tokens'} in ${((performance.now() - begun) / 1000).toFixed(2)} seconds`;
-      drawHeat(heat, picture, page.colours);
-      heatThere = true;
-      showHeat();
+      drawHeat(heat, byId('heat'), sheet.canvas, page.colours);
+      byId('looked').hidden = false;
       dispatchEvent(new CustomEvent('answered', { detail: { answer, said, heat } }));
     } finally { [busy, byId('ask').disabled] = [false, false]; }
   });
@@ -478,7 +478,6 @@ async function start() {
   const open = inTurn(async (file) => { if (file) { sheet.show(await decoded(file)); tell(model ? 'Ready.' : 'Loading.'); } });
   const choose = inTurn(async (b, file) => { sheet.show(await decoded(new Blob([file]))); pressed(b); });
   byId('form').addEventListener('submit', (e) => { e.preventDefault(); ask(); });
-  byId('show').addEventListener('change', showHeat);
   byId('file').addEventListener('change', (e) => open(e.target.files[0]));
   byId('clear').addEventListener('click', () => sheet.clear(page.sheet));
   addEventListener('paste', (e) => open([...e.clipboardData.files][0]));
@@ -487,6 +486,7 @@ async function start() {
   addEventListener('drop', (e) => { e.preventDefault(); byId('board').classList.remove('over'); open(e.dataTransfer.files[0]); });
   for (const text of page.questions) button(byId('questions'), text, () => { byId('question').value = text; ask(); });
   byId('question').value = page.questions[0] ?? '';
+  byId('about').textContent = page.about;
 
   const scenes = [];
   for (const { file, text } of page.scenes) {
