@@ -119,7 +119,7 @@ def answer_heat(
     "Returns how much the text took from each place, on average over rows, blocks and heads."
     require(images, 'no picture: there is nothing to look at')
     model = asker.model
-    cfg = asker.model.cfg
+    cfg = model.cfg
     prompt,tiles = asker.prompt(images, question)
     answered = asker.tokenizer(answer, add_special_tokens=False)['input_ids']
     ids = torch.tensor([prompt+answered], device=asker.device)

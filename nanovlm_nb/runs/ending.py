@@ -40,7 +40,7 @@ def relaunch(
     settings:dict, # fields of the configurations
     dist:Dist, # the ranks
 )->str: # a line for the shell
-    "Returns what gives a command again, with what no file of a run may name."
+    "Returns what gives a command again, with the flags that no file of a run may hold."
     line = command,*words,*trust_flags(settings)
     quoted = ' '.join(shlex.quote(str(w)) for w in line)
     if dist.world_size==1: return f'nanovlm {quoted}'
@@ -57,9 +57,9 @@ def go_on(
     run_dir:Path,
     settings:dict, # fields of both configurations
     dist:Dist=Dist(), # the ranks
-    changes:dict={}, # fields that get other values
+    changes:dict={}, # field -> its new value
 )->str: # a line for the shell
-    "Returns what resumes a run."
+    "Returns the command that resumes a run."
     words = ['--config', run_dir/CONFIG, '--run_name', run_dir.name, '--resume', True]
     for name,value in changes.items():
         words += [f'--{name}', value]
@@ -85,7 +85,7 @@ class OpenRun:
 # %% ../../nbs/65_runs.ending.ipynb #6ee0afc0
 def _command_of(
     run:OpenRun, # in progress
-    **changes, # fields that get other values
+    **changes, # field -> its new value
 )->str: # a line for the shell
     "Returns the command that resumes a run, or begins it again."
     if run.trainer is None:

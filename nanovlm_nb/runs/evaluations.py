@@ -102,10 +102,9 @@ def _evaluator_command(
         words = [checkpoint, step, run_dir.name, tasks, limit, batch_size, prompts]
         if include: words.append(include)
         return ['sbatch', cfg.eval_script, *map(str, words)]
-    out = run_dir/RESULTS/f'step_{step}.json'
     named = dict(
         tasks=tasks,
-        out=out,
+        out=run_dir/RESULTS/f'step_{step}.json',
         step=step,
         limit=limit,
         include_path=include,
@@ -190,7 +189,7 @@ def _in_queue(job)->bool:
         )
     except subprocess.TimeoutExpired:
         return True
-    # an error that says nothing about the job may pass
+    # if squeue fails for another reason, the job may still be there
     unknown = queue.returncode!=0 and 'Invalid job id' not in queue.stderr
     return unknown or bool(queue.stdout.strip())
 
@@ -247,8 +246,7 @@ def _settle(evals, step)->list[str]:
         with open_own(todo, 'a') as f:
             f.write('x') # a start is a dot
     history = todo.read_text()
-    log = evals.file(step, 'log')
-    line = f'evaluation of step {step} ended without {missing}: {cause} (see {log})'
+    line = f'evaluation of step {step} ended without {missing}: {cause} (see {evals.file(step, "log")})'
     if history.count('.')<_MOST_STARTS and history.count('x')<_MOST_FAILURES:
         return [line]
     todo.unlink()
@@ -339,9 +337,8 @@ def _forget_evals(
             if not aside.exists(): break
             aside = path.with_name(f'{path.name}.old{number}')
         path.rename(aside)
-    names = ', '.join(map(str, steps))
     return [
-        f'evaluations of steps {names} belong to an earlier start: '
+        f'evaluations of steps {", ".join(map(str, steps))} belong to an earlier start: '
         f'put aside as .old in {folder}'
     ]
 
@@ -372,8 +369,8 @@ def collect_evals(
     "Moves evaluations on, and logs one result if there is any."
     if evals is None: return False
     for line in _poll_evals(evals, thorough): log.info(line)
-    for evaluated,figures in _new_results(evals, step):
-        log.log(figures|{EVAL_AXIS:evaluated}, step)
+    for evaluated_step,figures in _new_results(evals, step):
+        log.log(figures|{EVAL_AXIS:evaluated_step}, step)
         return True
     return False
 
@@ -388,9 +385,10 @@ def keep_results(
     if evals is None: return
     for task,reason in results['failed'].items():
         log.info(f'evaluation of step {step}: {task} failed, {reason}')
-    checkpoint = str(evals.run_dir/f'step_{step}')
     head = dict(
-        global_step=step, checkpoint=checkpoint, limit=evals.cfg.lmms_eval_limit
+        global_step=step,
+        checkpoint=str(evals.run_dir/f'step_{step}'),
+        limit=evals.cfg.lmms_eval_limit
     )
     write_json(evals.file(step, 'json'), _result_values(head|_NOTHING, results))
 

@@ -131,7 +131,7 @@ def training_card(run_dir:str|Path)->str: # Markdown: training, results, limits,
 HUB_ERRORS = (OSError, ValueError, HfHubHTTPError.__bases__[0])
 
 def where_to_publish(name:str|None)->str|None: # owner/name, or None: nowhere
-    "Returns where `hf_repo_name` lets the model of a run go; a UsageError says what is wrong with it."
+    "Returns where a run publishes its model, from `hf_repo_name`; a UsageError says what is wrong with it."
     if name in (None, '', VLMConfig.hf_repo_name): return None
     require('/' in name, f'hf_repo_name {name} has no owner: give owner/{name}')
     try: validate_repo_id(name)
@@ -327,7 +327,8 @@ def _results_of(
         lines.append(f'{trainer.skipped} updates skipped, see bad_updates.jsonl')
     for hook in trainer.hooks: lines += getattr(hook, 'findings', ())
     for column,by_kind in scores.items():
-        lines.append('{}: {} of {} questions right'.format(column, *by_kind['all']))
+        right,asked = by_kind['all']
+        lines.append(f'{column}: {right} of {asked} questions right')
     if scores:
         lines.append(f'by kind of question\n\n```\n{accuracy_table(scores)}\n```')
     return lines

@@ -102,9 +102,14 @@ def split_difference(
     "Returns what follows from another number of packs in an update."
     packs = math.prod(now)
     if was==packs: return None
-    return REFUSED,('packs per update: {} -> {} x {} x {} = {}'.format(was, *now, packs)+
-        f' (refused: {was/packs:.2f} times as many updates per epoch; with force_resume the rest of the '
-        f'epoch is left out, and the next begins with {packs} lanes{so_far})')
+    batch_size,steps,ranks = now
+    line = (
+        f'packs per update: {was} -> {batch_size} x {steps} x {ranks} = {packs} '
+        f'(refused: {was/packs:.2f} times as many updates per epoch; with force_resume '
+        f'the rest of the epoch is left out, and the next begins with {packs} '
+        f'lanes{so_far})'
+    )
+    return REFUSED,line
 
 def split_remedy(
     was:int, # packs of an update so far

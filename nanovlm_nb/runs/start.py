@@ -282,7 +282,8 @@ def foresee_start(
     c:TrainConfig,
     world_size:int=1, # ranks
 )->tuple[Start,VLMConfig,TrainConfig,list[str]]: # where it begins, and as `resolve_start`
-    "Returns what a start will be; where files that the model names cannot be read, sizes are as they were given."
+    """Returns what a start will be; where files that the model names cannot be read, sizes are as they were
+    given."""
     start = _expected_start(v, c)
     try: return start,*resolve_start(v, c, world_size, start)
     except FileNotFoundError as e:

@@ -26,7 +26,7 @@ from ..runs.start import foresee_start,resolve_start,start_of
 from ..runs.resume import check_own_parts,plan_resume
 from .doctor import FAIL,PASS,SKIP,WRONG,Finding,check_disk,check_short_run,failed
 from .doctor import machine_findings,tried
-from .inspect import data_findings
+from .inspect import data_findings,in_one_process
 from .plan import GB,USABLE,make_plan
 from ..core.dist import Dist
 from ..core.logs import RunLog
@@ -117,13 +117,13 @@ _LARGEST = 2**31 # bytes of the weights
 def _seconds_of_pack(vlm_cfg:VLMConfig, train_cfg:TrainConfig)->float:
     "Returns how long the second of two updates of one pack takes here, with random weights."
     with tempfile.TemporaryDirectory() as tmp, RunLog(tmp, Dist(), quiet=True) as log:
-        alone = evolve(
+        random = evolve(
             vlm_cfg,
             vlm_load_backbone_weights=False,
             vlm_checkpoint_path=tmp,
             hf_repo_name=None
         )
-        cfg = evolve(
+        one_pack = evolve(
             train_cfg,
             train_dataset_path='shapes',
             train_dataset_name=['default'],
@@ -133,21 +133,11 @@ def _seconds_of_pack(vlm_cfg:VLMConfig, train_cfg:TrainConfig)->float:
             data_cutoff_idx=512,
             val_size=2,
             batch_size=1,
-            gradient_accumulation_steps=1,
-            num_workers=0,
-            val_workers=0,
-            load_from=None,
-            resume=False,
-            resume_from_vlm_checkpoint=False,
-            sharding='ddp',
-            reduce_every_micro_batch=False,
-            offload_params=False,
             deepspeed_config=None,
-            tracker='none',
-            progress_bar=False,
             cache_features=False
         )
-        trainer = build_trainer(alone, cfg, log, Dist())
+        cfg = in_one_process(one_pack, 1)
+        trainer = build_trainer(random, cfg, log, Dist())
         trainer.hooks = []
         for update in islice(updates(trainer), 2):
             begin = perf_counter()
@@ -207,15 +197,8 @@ def _cost_findings(
     )
 
 # %% ../../nbs/74_tools.check.ipynb #623dd8df
-def _check_all(
-    vlm_cfg,
-    train_cfg,
-    gpus,
-    run_dir,
-    rows,
-    smoke,
-)->Iterator[Finding|str]: # a str is a heading, or a row that is shown
-    "Yields whatever can be found out before a run starts; for the parameters see `check_start`."
+def _check_all(vlm_cfg, train_cfg, gpus, run_dir, rows, smoke)->Iterator[Finding|str]: # see `check_start`
+    "Yields whatever can be found out before a run starts; a str is a heading, or a row that is shown."
     yield 'start'
     yield from _start_findings(vlm_cfg, train_cfg, gpus, run_dir)
     vlm_cfg,cfg = foreseen(vlm_cfg, train_cfg, gpus)

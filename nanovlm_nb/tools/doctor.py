@@ -141,10 +141,10 @@ def _check_flash(
     "Raises unless the wheels of an installed FlashAttention can be loaded."
     if flash is None:
         raise Skip("not installed, and not needed: torch's fused attention is used")
-    versions = {
-        'GLIBC':glibc, 'CUDA':cuda, 'torch':torch_version, 'flash-attn':flash
-    }
-    old = _too_old(versions, FLASH_FLOORS)
+    old = _too_old(
+        {'GLIBC':glibc, 'CUDA':cuda, 'torch':torch_version, 'flash-attn':flash},
+        FLASH_FLOORS
+    )
     require(
         not old,
         f"{'; '.join(old)}: pip uninstall flash-attn, or build it from source here: "

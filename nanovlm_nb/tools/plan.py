@@ -92,6 +92,7 @@ def _fused_attention(
         v = v.repeat_interleave(shared, 1)
     aten = torch.ops.aten
     if attn_mask is None:
+        # both return more than the result, for the backward pass
         return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal)[0]
     if attn_mask.is_floating_point():
         bias = attn_mask.to(q.dtype)
@@ -237,10 +238,7 @@ def fullest_batch(vlm_cfg:VLMConfig, train_cfg:TrainConfig)->Batch: # a micro-ba
 # %% ../../nbs/73_tools.plan.ipynb #63aa0041
 META = torch.device('meta')
 
-def meta_net(
-    vlm_cfg:VLMConfig,
-    train_cfg:TrainConfig,
-)->VLMNet: # in training mode, with gradients to which others are added
+def meta_net(vlm_cfg:VLMConfig, train_cfg:TrainConfig)->VLMNet: # in training mode, with gradients
     "Returns the network of a run on the meta device, as it is on a GPU."
     with META: net = VLMNet(vlm_cfg)
     if train_cfg.lora_rank:
@@ -432,8 +430,10 @@ def memory(
         largest = max(largest, size.largest_block)
     sharding = 'ddp' if gpus==1 else train_cfg.sharding
     sharers = 1 if sharding=='ddp' else gpus
-    steps = train_cfg.gradient_accumulation_steps
-    accumulates = steps>1 and not train_cfg.reduce_every_micro_batch
+    accumulates = (
+        train_cfg.gradient_accumulation_steps>1
+        and not train_cfg.reduce_every_micro_batch
+    )
     kept = bytes_per_parameter(sharding, sharers, accumulating=accumulates)
     offloaded = train_cfg.offload_params and sharding=='zero3'
     gradients = trained*kept['gradients']
@@ -595,18 +595,19 @@ def _memory_table(
         offload_optimizer=False,
         offload_params=False
     )
-    recompute = evolve(base, vision_checkpointing=True, language_checkpointing=True)
     ways = {'ddp' if gpus>1 else 'one GPU':{}, 'offloaded':dict(offload_optimizer=True)}
     if gpus>1 and not train_cfg.cache_features: ways = _WAYS
     table = {}
     for name,settings in ways.items():
         if 'each' in name and train_cfg.gradient_accumulation_steps==1:
             continue
-        usual = memory(vlm_cfg, evolve(base, **settings), gpus)
-        less = memory(vlm_cfg, evolve(recompute, **settings), gpus)
+        cfg = evolve(base, **settings)
+        recompute = evolve(cfg, vision_checkpointing=True, language_checkpointing=True)
+        usual = memory(vlm_cfg, cfg, gpus)
+        less = memory(vlm_cfg, recompute, gpus)
         table[name] = usual._asdict()|dict(together=usual.total, recomputed=less.total)
         if gpus>1:
-            table[name]['sent'] = _sent(vlm_cfg, evolve(base, **settings), gpus)
+            table[name]['sent'] = _sent(vlm_cfg, cfg, gpus)
     return table
 
 # %% ../../nbs/73_tools.plan.ipynb #92531777

@@ -180,7 +180,7 @@ PEFT_CONFIG = 'adapter_config.json'
 PEFT_WEIGHTS = 'adapter_model.safetensors'
 
 def _pairs(name, cfg):
-    "Returns the names of adapters in peft's file that stand beside a weight of ours, a pair for each layer there."
+    "Returns names of adapters in peft's file that stand beside a weight of ours, a pair for each layer there."
     pairs = []
     for their in smolvlm_names(name, cfg):
         layer = 'base_model.model.'+their.removesuffix('.weight')
@@ -208,8 +208,11 @@ def save_peft(
         for (a,b),part in zip(pairs, rows.chunk(len(pairs))):
             tensors[a] = state[name+LORA_A]
             tensors[b] = part
-    ends = [name.split('.', 2)[2] for name in tensors if 'lora_A' in name]
-    layers = sorted(end.removesuffix('.lora_A.weight') for end in ends)
+    layers = sorted(
+        name.removeprefix('base_model.model.').removesuffix('.lora_A.weight')
+        for name in tensors
+        if 'lora_A' in name
+    )
     config = LoraConfig(
         r=note['rank'],
         lora_alpha=note['alpha'],
@@ -247,7 +250,7 @@ READ = {*'''r lora_alpha use_rslora target_modules exclude_modules layers_to_tra
     base_model_name_or_path'''.split()}
 
 def _plain_lora(folder):
-    "Returns the configuration of peft's adapters; a UsageError if they are more than a difference of low rank."
+    "Returns peft's configuration of adapters; a UsageError if they are more than a difference of low rank."
     require(
         find_spec('peft'),
         'adapters need the package peft: pip install nanovlm_nb[lora]'

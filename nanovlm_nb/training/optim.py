@@ -95,8 +95,7 @@ def trainable_line(model:nn.Module, optimizer:torch.optim.Optimizer)->str: # `tr
         (group['name'], millions(group['params'])) for group in optimizer.param_groups
     ]
     each = ', '.join(f'{name} {n:.3f}' for name,n in groups)
-    total = millions(model.parameters())
-    return f'trainable: {sum(n for _,n in groups):.3f} M of {total:.3f} M ({each})'
+    return f'trainable: {sum(n for _,n in groups):.3f} M of {millions(model.parameters()):.3f} M ({each})'
 
 # %% ../../nbs/43_training.optim.ipynb #46ac9e51
 def training_parts(train:dict)->dict[str,str]: # component -> what of it trains

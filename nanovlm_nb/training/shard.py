@@ -262,8 +262,8 @@ def load_full_weights(
     model:nn.Module,
     weights:Mapping[str,Tensor], # whole; of a sharded model those of rank 0 count
 )->None:
-    """Loads a plain model's state dict, in pieces if need be; a UsageError if it is another model's. All ranks
-    call it."""
+    """Loads a plain model's state dict, in pieces if need be; a UsageError if it is another model's.
+    All ranks call it."""
     names = [name for name in weights if not is_computed(name)]
     expected = {name for name in reshard(model).state_dict() if not is_computed(name)}
     wrong = sorted({*names}^expected)
