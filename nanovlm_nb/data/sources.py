@@ -13,7 +13,7 @@ from collections.abc import Callable,Iterator,Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from functools import cached_property
-from itertools import accumulate,count,islice
+from itertools import accumulate,chain,count,islice
 from math import inf
 from typing import Any,NamedTuple,TypeAlias
 
@@ -192,20 +192,24 @@ def _pieces(ds, most):
     return _pieces(ds.shard(2, 0), most)+_pieces(ds.shard(2, 1), most)
 
 # %% ../../nbs/22_data.sources.ipynb #56d0fb30
-def _row_groups(file):
-    "The stream of a file, by row groups if it has some; a damaged file is named when its rows are due."
-    try: return _light(file.reshard())
+def _row_groups(ds):
+    "Streams of the row groups of files; a damaged file stays whole, and is named when its rows are due."
+    try: return [_light(ds.reshard())]
     except BROKEN as e:
         if not _is_damage(e): raise
-        return file
+        if ds.num_shards==1: return [ds]
+        return [*_row_groups(ds.shard(2, 0)), *_row_groups(ds.shard(2, 1))]
 
 # %% ../../nbs/22_data.sources.ipynb #cfd9aa8a
 def _shares(ds:datasets.IterableDataset|Parts)->list[tuple[Any,int]]: # stream, number in it
     "The smallest parts of a stream that can be opened on their own."
     if isinstance(ds, Parts):
         return [(ds, i) for i in range(len(ds.parts))]
-    with ThreadPoolExecutor(8) as pool:
-        streams = [*pool.map(_row_groups, _pieces(ds, 1))] if ds.num_shards<RESHARD_BELOW else [ds]
+    streams = [ds]
+    if ds.num_shards<RESHARD_BELOW:
+        with ThreadPoolExecutor(8) as pool: # files of the hub answer slowly
+            pieces = _pieces(ds, -(-ds.num_shards//8))
+            streams = [*chain(*pool.map(_row_groups, pieces))]
     shares = []
     for stream in streams:
         for piece in _pieces(stream, TOGETHER):

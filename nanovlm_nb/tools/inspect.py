@@ -29,7 +29,7 @@ from ..data.loader import PackLoader,get_dataloaders,size_line
 from ..data.kept import loaders_of
 from ..data.lanes import naming
 from ..data.packing import collate_packs,pack,unpack
-from ..data.images import UnreadableImage,open_header
+from ..data.images import UnreadableImage,open_header,resize_dims
 from ..data.prompts import answer_frame,render_chat
 from .doctor import FAIL,PASS,WRONG,Finding,Skip,failed,tried
 from ..core.dist import Dist,pick_device
@@ -120,6 +120,7 @@ class _Seen:
     plans:list[Plan] = field(default_factory=list) # of those that are used
     shown:list[dict] = field(default_factory=list) # samples
     questions:list[list[str]] = field(default_factory=list) # of each row that is used
+    sizes:list[tuple[int,int]] = field(default_factory=list) # of pictures, in pixels
     ranges:list[tuple] = field(default_factory=list) # least and largest value of pictures of over 8 bits
 
 # %% ../../nbs/72_tools.inspect.ipynb #d803c975
@@ -140,6 +141,7 @@ def look(
             for picture in row['images']:
                 with suppress(UnreadableImage, OSError): # it will be named
                     header = open_header(picture)
+                    seen.sizes.append(header.size)
                     if header.mode.startswith(('I','F')):
                         seen.ranges.append(header.getextrema())
             with naming(row['id']):
@@ -255,6 +257,28 @@ def _fixed_order(
         'Shuffle the turns of each row, or make a row for each'
     )
 
+_DEARER = 2 # times the tiles, from which on it is said
+
+def _enlarged(seen:_Seen)->str: # '': not by much
+    "Returns what it costs that small pictures are enlarged, and the setting that avoids it."
+    processor = seen.loader.samples.image_processor
+    side = processor.max_img_size
+    tile = processor.splitted_image_size
+    enlarges = processor.convention=='nanovlm' and processor.resize_to_max_side_len
+    if not enlarges or not seen.sizes: return ''
+    tiles = []
+    for enlarge in (True, False):
+        grids = [resize_dims(*size, side, tile, enlarge) for size in seen.sizes]
+        numbers = [h*w//tile**2 for h,w in grids]
+        tiles.append(sum(n+(n>1) for n in numbers)) # and the whole picture
+    small = sum(max(size)<side for size in seen.sizes)
+    if tiles[0]<_DEARER*tiles[1]: return ''
+    return (
+        f'{small} of {len(seen.sizes)} are smaller than max_img_size {side} and are enlarged: '
+        f'{tiles[0]} tiles in place of {tiles[1]}, which cost as much more. '
+        'resize_to_max_side_len False, as in the preset nanovlm_native, leaves them small'
+    )
+
 # %% ../../nbs/72_tools.inspect.ipynb #b77eaf37
 def _check_columns(train_cfg:TrainConfig)->str:
     "Returns the columns that training reads; raises when one is misspelt, or cannot be loaded."
@@ -340,6 +364,8 @@ def data_findings(
     if seen.ranges:
         yield tried('pixels', _check_pixels, seen.ranges, vlm_cfg.pixel_max)
     if not seen.plans: return
+    enlarged = _enlarged(seen)
+    if enlarged: yield Finding('pictures', PASS, enlarged)
     order = _fixed_order(seen.questions)
     if order: yield Finding('questions', FAIL, order)
     yield tried('template', _check_template, train.samples.tokenizer)
