@@ -226,7 +226,7 @@ class Asker:
         turns = [(images, question, choice) for choice in choices]
         return [-loss for loss,_ in answer_losses(self, turns, True)]
 
-    def logps(self, turns:list[tuple], # (pictures, question or turns, answer); an answer is text, or `Sampled`
+    def logps(self, turns:list[tuple], # (pictures, question or turns, answer: text, or `Sampled`)
         grad:bool=False, # keep the graph, so that a loss made of them can be differentiated
     )->list[torch.Tensor]: # of each answer: one log-probability for each token, its end included
         "Returns how likely each token of some answers is; all are read in one batch."
