@@ -75,7 +75,7 @@ def _settings(count, preset, given, val_size=None, kind=VLMConfig):
 
 # %% ../nbs/96_api.ipynb #91a100a1
 class Settings(TypedDict, total=False):
-    "The fields of `VLMConfig` and `TrainConfig`, as keywords of `train`: editors and type checkers read them."
+    "The fields of `VLMConfig` and `TrainConfig` as keywords, for editors and type checkers."
     vit_hidden_dim:int
     vit_inter_dim:int|None
     vit_patch_size:int

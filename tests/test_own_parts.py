@@ -22,7 +22,7 @@ TUTORIAL = (
 PARTS = dict(
     muon_mirror_norms="optimizer=muon, loaders=partial(get_dataloaders, transforms=[mirrored]), hooks=[ProjectorNorm()]",
     transcripts_by_aspect="loaders=partial(get_dataloaders, rows=Transcripts('talk.parquet'), processor=by_aspect)",
-    convolutions_triangle="model=convolutions, schedule=triangle",
+    convolutions_triangle="model=Sees, schedule=triangle",
     lora="model=with_lora, optimizer=adapters_alone",
 )
 FLAGS = dict(transcripts_by_aspect=['--vit_img_size', '32', '--data_cutoff_idx', '50'])

@@ -91,7 +91,7 @@ def standard_processor(model:VisionLanguageModel)->Any: # of its class, else of 
 @dataclass
 class Sampled:
     "An answer that was drawn."
-    ids:list[int] # its tokens, the end token included if it came
+    ids:list[int] # its tokens, up to the end token, or to the token of a picture, which is left out
     text:str # without special tokens
 
 @dataclass(repr=False)
@@ -226,7 +226,7 @@ class Asker:
         turns = [(images, question, choice) for choice in choices]
         return [-loss for loss,_ in answer_losses(self, turns, True)]
 
-    def logps(self, turns:list[tuple], # (pictures, question or turns, answer); an answer is text, or `Sampled`
+    def logps(self, turns:list[tuple], # (pictures, question or turns, answer: text, or `Sampled`)
         grad:bool=False, # keep the graph, so that a loss made of them can be differentiated
     )->list[torch.Tensor]: # of each answer: one log-probability for each token, its end included
         "Returns how likely each token of some answers is; all are read in one batch."
@@ -245,11 +245,13 @@ class Asker:
         ids,mask = left_pad(prompts, self.tokenizer.pad_token_id, self.device)
         self.check_length(ids.shape[1], max_new_tokens)
         end = self.tokenizer.eos_token_id
+        picture = self.model.cfg.image_token_id
         new = self.model.generate(ids, list(tiles), mask, max_new_tokens, top_k=0, top_p=1.,
             temperature=temperature, eos_token_id=end, generator=generator).tolist()
         answers = []
         for tokens in new:
             if end in tokens: tokens = tokens[:tokens.index(end)+1]
+            if picture in tokens: tokens = tokens[:tokens.index(picture)] # nobody can read it
             text = self.tokenizer.decode(tokens, skip_special_tokens=True)
             answers.append(Sampled(tokens, text.strip()))
         return [answers[at:at+n] for at in range(0, len(answers), n)]

@@ -377,7 +377,7 @@ class Mixture:
         if self.weights_at is None: return self.weights
         weights = [*self.weights_at(drawn)]
         require(len(weights)==len(self.sources) and min(weights)>=0 and sum(weights)>0,
-            f'weights after {drawn} rows are {weights}: give {len(self.sources)} numbers from 0 on, not all 0')
+            f'weights after {drawn} rows are {weights}: give {len(self.sources)} numbers, some above 0')
         return [w/sum(weights) for w in weights]
 
     def _changing(self, lane, lanes, epoch, at):

@@ -377,8 +377,8 @@ def _check_cache(decoder, x):
     longer = torch.cat([x[:,:5], x[:,3:5]], 1)
     expected = torch.stack([decoder(longer)[0,4:], decoder(x[:,5:10])[0,2:]])
     gap = (got-expected).abs().max()/expected.abs().max()
-    require(gap<1e-3, f'the decoder {type(decoder).__name__} reads with a cache what it does not read without: '
-        f'states differ by {gap:.1%}. Look at cache.advance, cache.key_mask and padding on the left')
+    require(gap<1e-3, f'the decoder {type(decoder).__name__} reads with a cache what it does not read '
+        f'without: states differ by {gap:.1%}. Look at cache.advance, cache.key_mask and padding on the left')
 
 def check_decoder(decoder:nn.Module, cfg:VLMConfig)->None: # in any mode, which stays
     "Raises a UsageError where a decoder does not do what the library relies on."

@@ -263,6 +263,7 @@ class Pretrained(nn.Module):
     folder:Path|None = None # that it was read from
     unread:Tensors|None = None # weights that are still in their files, see `read`
     _tokenizer:Any = None # once it is loaded
+    _keys_to_ignore_on_save = None # transformers' Trainer reads it
 
     @property
     def tokenizer(self): # with the image tokens as attributes

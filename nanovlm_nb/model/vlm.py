@@ -217,17 +217,21 @@ class VisionLanguageModel(Pretrained, VLMNet):
         "Where the model is."
         return next(self.decoder.parameters()).device
 
-    def forward(self, input_ids:Tensor, *args:Any, # (B, T) token ids; see `VLMNet.forward`
+    def forward(self, input_ids:Tensor, images=None, attention_mask:Tensor|None=None, # see `VLMNet.forward`
+        targets:Tensor|None=None, doc_lens:Sequence[Sequence[int]]|None=None, # likewise
+        reduction:str='mean', return_logits:bool=False, layout:Layout|None=None, # likewise
+        batch:Targets|None=None, # likewise
         labels:Tensor|None=None, # as loaders give them: targets, for a trainer that is not the library's
         num_items_in_batch:Any=None, # targets of its whole update; None: those of `labels`
-        **more:Any)->Any: # likewise; with `labels` a dictionary with the `loss`
-        "Returns scores and loss."
-        if labels is None: return super().forward(input_ids, *args, **more)
+        **more:Any)->Any: # what else a batch holds
+        "Returns scores and loss; with `labels` a dictionary with the `loss`."
+        if labels is None:
+            return super().forward(input_ids, images, attention_mask, targets, doc_lens,
+                reduction, return_logits, layout, batch, **more)
         told = labels!=IGNORE
         require(not told.any() or not labels[told].equal(input_ids[told]),
             'labels are the input_ids at their own places: give the id that follows each position')
-        inputs = {name:more[name] for name in ('images','attention_mask','doc_lens') if name in more}
-        _,loss = super().forward(input_ids, targets=labels, reduction='sum', **inputs)
+        _,loss = super().forward(input_ids, images, attention_mask, labels, doc_lens, 'sum')
         count = told.sum() if num_items_in_batch is None else num_items_in_batch
         return dict(loss=loss/count)
 
