@@ -159,7 +159,10 @@ def exit_code(run_dir:Path)->int: # 0, or `INTERRUPTED`
     return INTERRUPTED if status=='interrupted' else 0
 
 # %% ../../nbs/65_runs.ending.ipynb #54000010
-def _end(run:OpenRun, error:BaseException|None)->None: # what leaves its block
+def _end(
+    run:OpenRun,
+    error:BaseException|None, # what leaves its block
+)->None:
     "Says in log and status how a run ends, a known cause in one sentence."
     reason = _reason_of(run, error)
     raised = RunFailed(reason) if reason else error

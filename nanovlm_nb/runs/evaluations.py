@@ -156,7 +156,10 @@ def missing_tasks(evals:Evaluations, step:int)->list[str]: # empty: all is done
     return [t for t in task_names(evals.tasks) if t not in done]
 
 # %% ../../nbs/60_runs.evaluations.ipynb #a3caa53f
-def ask_for_eval(evals:Evaluations, step:int)->None: # of a complete checkpoint
+def ask_for_eval(
+    evals:Evaluations,
+    step:int, # of a complete checkpoint
+)->None:
     "Has a checkpoint evaluated, and kept until then; a second call does nothing."
     if evals.backend=='in_process' or not missing_tasks(evals, step):
         return

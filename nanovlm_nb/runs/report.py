@@ -259,20 +259,24 @@ def _overfitting(
     )
 
 # %% ../../nbs/64_runs.report.ipynb #5500a005
-def _warnings(trainer:Trainer, asker:Asker|None, scores:dict[str,dict], # None: nothing was asked
-    records:list[dict])->list[str]: # of the log
-    "What is wrong with the answers, and what may help."
-    t = trainer
+def _warnings(
+    trainer:Trainer, # after `train()`
+    asker:Asker|None, # the best model; None: nothing was asked
+    scores:dict[str,dict], # from `_ask_held_out`
+    records:list[dict], # of the log
+)->list[str]:
+    "Returns what is wrong with the answers, and what may help."
     learning = ''
-    if asker and t.cfg.train_dataset_path==OWN_ROWS:
-        rows = held_out_rows(t.loader, scores['answers']['all'][1], t.base.cfg)
-        learning = _still_learning(*known_answers(asker, rows), t.step)
-    lines = [learning or _overfitting(records, t.best_step)]
-    judged = verdict(scores) if scores else ''
-    if judged:
+    if asker and trainer.cfg.train_dataset_path==OWN_ROWS:
+        _,asked = scores['answers']['all']
+        rows = held_out_rows(trainer.loader, asked, trainer.base.cfg)
+        learning = _still_learning(*known_answers(asker, rows), trainer.step)
+    lines = [learning or _overfitting(records, trainer.best_step)]
+    judgement = verdict(scores) if scores else ''
+    if judgement:
         right,asked = scores['answers']['all']
-        helps = '' if learning or right==asked else _remedies(t, scores)
-        lines = [judged, helps, *lines]
+        helps = '' if learning or right==asked else _remedies(trainer, scores)
+        lines = [judgement, helps, *lines]
     return [*filter(None, lines)]
 
 # %% ../../nbs/64_runs.report.ipynb #75ce5462

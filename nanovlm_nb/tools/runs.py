@@ -138,7 +138,10 @@ def list_runs(
     return [aligned(row, widths).rstrip() for row in rows]
 
 # %% ../../nbs/70_tools.runs.ipynb #a071e977
-def _follow(run_dir:Path, pause_s:float=1.)->Iterator[str]: # seconds between two looks
+def _follow(
+    run_dir:Path,
+    pause_s:float=1., # seconds between two looks
+)->Iterator[str]:
     "Yields each line that a run writes into its text log from now on, until it ends."
     log = run_dir/TEXT_LOG
     offset = log.stat().st_size if log.is_file() else 0 # bytes

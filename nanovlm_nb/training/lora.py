@@ -180,7 +180,7 @@ PEFT_CONFIG = 'adapter_config.json'
 PEFT_WEIGHTS = 'adapter_model.safetensors'
 
 def _pairs(name, cfg):
-    "Returns names of adapters in peft's file that stand beside a weight of ours, a pair for each layer there."
+    "Returns names of adapters in peft's file that stand beside a weight of ours, a pair for each layer."
     pairs = []
     for their in smolvlm_names(name, cfg):
         layer = 'base_model.model.'+their.removesuffix('.weight')
