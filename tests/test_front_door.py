@@ -63,8 +63,12 @@ def start(tmp_path_factory):
     cwd = tmp_path_factory.mktemp('front')
     (cwd / 'mine.py').write_text('\n\n'.join([*own_cells(), SCRIPT]))
 
-    def begin(name, packs=4, micro_batches=1, how='new'):
-        words = [sys.executable, 'mine.py', name, packs, micro_batches, how]
+    def begin(name, packs=4, micro_batches=1, how='new', ranks=1):
+        several = (
+            f'-m torch.distributed.run --standalone --nproc_per_node {ranks}'.split()
+        )
+        launch = several if ranks > 1 else []
+        words = [sys.executable, *launch, 'mine.py', name, packs, micro_batches, how]
         done = subprocess.run(
             [*map(str, words)], cwd=cwd, capture_output=True, text=True
         )
@@ -86,10 +90,12 @@ def test_killed_and_resumed_it_is_the_same_run(start, whole):
     assert len([r for r in whole[0] if 'batch_loss' in r]) == 6
 
 
-@pytest.mark.parametrize('packs, micro_batches', [(2, 2), (1, 4)])
-def test_it_does_not_matter_how_an_update_is_split(start, whole, packs, micro_batches):
+@pytest.mark.parametrize('packs, micro_batches, ranks', [(2, 2, 1), (1, 2, 2)])
+def test_it_does_not_matter_how_an_update_is_split(
+    start, whole, packs, micro_batches, ranks
+):
     "Losses and norms agree to rounding, and the samples are the same."
-    split = record(start(f'split_{packs}', packs, micro_batches))
+    split = record(start(f'split_{packs}', packs, micro_batches, ranks=ranks))
     pairs = [
         (a, b) for a, b in zip(whole[0], split[0], strict=True) if 'batch_loss' in a
     ]
