@@ -24,7 +24,7 @@ FREE = {
     tokenize.ENCODING,
     tokenize.ENDMARKER,
 }
-TOKENS = 172_000
+TOKENS = 174_800
 PUBLIC = 660
 #: at most, see `density`
 DENSITY = dict(
@@ -35,7 +35,7 @@ DENSITY = dict(
         width=45, wide=84, tuples=1.3, comprehensions=54, ternaries=11, walrus=2.5
     ),
 )
-OVER_40 = 0.04  # share of the defining cells with more than 40 statements, at most
+OVER_40 = 0.042  # share of the defining cells with more than 40 statements, at most
 SHOWING = 0.90  # share of the visible cells that show something, at least
 
 

@@ -154,11 +154,17 @@ class NoLog:
     info = length = cut = log
 
 # %% ../../nbs/49_training.trainer.ipynb #c1635b7a
-def make_trainer(model:nn.Module, cfg:TrainConfig, # a `VisionLanguageModel`, and how to train it
-    loader:Loader|Iterable[Batch], held_out:Loader|Iterable[Batch], # this rank's micro-batches
-    hooks:Iterable[Hook]=(), # see `hooks.hooks_of` for those of a whole run
-    dist:Dist=Dist(), log:Any=NoLog(), tokenizer:Any=None, # this rank; figures; saved with checkpoints
-    schedule:Callable|dict|None=None, optimizer:Callable|None=None, # None: those of the config
+def make_trainer(
+    model:nn.Module, # a `VisionLanguageModel`
+    cfg:TrainConfig, # how to train it
+    loader:Loader|Iterable[Batch], # this rank's micro-batches of an epoch
+    held_out:Loader|Iterable[Batch], # likewise, for validation
+    hooks:Iterable[Hook]=(), # see `hook_list.hooks_of` for those of a whole run
+    dist:Dist=Dist(), # this rank among the others
+    log:Any=NoLog(), # where figures go
+    tokenizer:Any=None, # saved with the checkpoints
+    schedule:Callable|dict|None=None, # None: that of the config
+    optimizer:Callable|None=None, # None: that of the config
 )->Trainer: # at update 0
     "Puts the parts of a run together."
     dtype = amp_dtype(dist.device, cfg.dtype)
@@ -167,37 +173,56 @@ def make_trainer(model:nn.Module, cfg:TrainConfig, # a `VisionLanguageModel`, an
     model.tile_multiple = cfg.tile_multiple or (8 if dist.device.type=='cuda' else 1)
     if cfg.compile:
         compile_blocks(model) # None is decided when the length of the run is known
-    base = shard_model(model, dist, cfg.sharding, dtype, cfg.offload_params,
-        cfg.reduce_every_micro_batch)
+    base = shard_model(
+        model,
+        dist,
+        cfg.sharding,
+        dtype,
+        cfg.offload_params,
+        cfg.reduce_every_micro_batch
+    )
     read_rest(base, dist)
     base.vision_encoder.recompute = cfg.vision_checkpointing
     base.decoder.recompute = cfg.language_checkpointing
     if tokenizer is not None:
         base.tokenizer = tokenizer # so that a hook can ask the model
     made = run_optimizer(base, cfg, dist, optimizer)
-    names = {g['name'] for g in made.param_groups}
-    require(not isinstance(schedule, dict) or {*schedule}==names,
-        f'schedule: give one for each of {names}')
-    rates:Any = schedule or get_schedule(cfg.lr_schedule, cfg.warmup_ratio,
-        cfg.min_lr_ratio)
+    names = {group['name'] for group in made.param_groups}
+    require(
+        not isinstance(schedule, dict) or {*schedule}==names,
+        f'schedule: give one for each of {names}'
+    )
+    rates:Any = schedule or get_schedule(
+        cfg.lr_schedule, cfg.warmup_ratio, cfg.min_lr_ratio
+    )
     length = cfg.length
     end:Any = length.updates(1)
-    for at in (end-1, end//2, 0): # a mistake in the schedule costs no run
-        # as if an update had 7 samples
-        set_lrs(made, rates, *length.place(at, at, 7), alone=cfg.projector_steps)
-    return Trainer(model=wrap_model(base, dist), base=base, cfg=cfg, loader=loader,
+    for step in (end-1, end//2, 0): # a mistake in the schedule is found before the first update
+        done,total = length.place(step, step, 7) # as if an update had 7 samples
+        set_lrs(made, rates, done, total, alone=cfg.projector_steps)
+    return Trainer(
+        model=wrap_model(base, dist),
+        base=base,
+        cfg=cfg,
+        loader=loader,
         hooks=sorted(hooks, key=lambda hook: hook.order),
-        held_out=as_loader(held_out), dist=dist, log=log, tokenizer=tokenizer,
-        dtype=dtype, optimizer=made,
+        held_out=as_loader(held_out),
+        dist=dist,
+        log=log,
+        tokenizer=tokenizer,
+        dtype=dtype,
+        optimizer=made,
         trained=[*chain(*(group['params'] for group in made.param_groups))],
         schedule=rates,
         scaler=torch.amp.GradScaler(dist.device.type, enabled=dtype==torch.float16),
-        clock=clock, val_batch=cfg.batch_size*dist.world_size,
+        clock=clock,
+        val_batch=cfg.batch_size*dist.world_size,
         feed=Feed(loader, dist, cfg.gradient_accumulation_steps, clock),
-        saver=Saver(dist, cfg.async_save))
+        saver=Saver(dist, cfg.async_save)
+    )
 
 # %% ../../nbs/49_training.trainer.ipynb #60b68bdd
-def inputs_of(trainer:Trainer, batch:Batch)->dict[str,Any]: # for the model
+def inputs_of(trainer:Trainer, batch:Batch)->dict[str,Any]: # arguments of the model's `forward`
     "Returns what the model reads. Pixels travel as bytes, and of the labels only what the layout says."
     base = trainer.base
     device = trainer.dist.device
@@ -205,56 +230,72 @@ def inputs_of(trainer:Trainer, batch:Batch)->dict[str,Any]: # for the model
     layout = batch.get('layout')
     grids = grids_of(batch['images'])
     if layout is None or layout.slots is None or bool(grids)!=bool(layout.tiles):
-        layout = base.layout_of(ids, None, batch['labels'], batch['doc_lens'],
-            batch['images'])
-    # a cache of features reads pixels on the CPU
-    images = stack_tiles(batch['images'], 'cpu' if base.features else device)
-    inputs = dict(input_ids=ids.to(device, non_blocking=True), images=images,
-        layout=layout.to(device))
+        layout = base.layout_of(
+            ids, None, batch['labels'], batch['doc_lens'], batch['images']
+        )
+    pixels_on = 'cpu' if base.features else device # a cache of features reads pixels on the CPU
+    inputs = dict(
+        input_ids=ids.to(device, non_blocking=True),
+        images=stack_tiles(batch['images'], pixels_on),
+        layout=layout.to(device)
+    )
     if not sees_batch(base.cross_entropy): return inputs
     return inputs|dict(batch=Targets.of(inputs, batch, trainer.cfg.keep_columns))
 
 # %% ../../nbs/49_training.trainer.ipynb #30901847
-def accumulate(trainer:Trainer, update:Update)->Tensor: # (), the mean over ranks is the loss of the update
+def _drop_idle_gradients(trainer:Trainer, update:Update)->None:
+    """Removes gradients of parts that had nothing to do with the update, the same on every rank. AdamW
+    treats a zero like any other gradient: it would decay the weights and apply old momentum."""
+    idle:list[Tensor] = []
+    if not update.tiles: # no rank had a picture
+        idle += trainer.base.vision_encoder.parameters()
+        idle += trainer.base.MP.parameters()
+    if trainer.cfg.projector_steps:
+        for group in trainer.optimizer.param_groups:
+            if group['lr']==0: idle += group['params'] # the projector trains alone
+    for p in idle: p.grad = None
+
+def accumulate(trainer:Trainer, update:Update)->Tensor: # scalar; its mean over ranks is the loss of the update
     "Adds up the gradient of an update; returns this rank's part of the loss."
-    model = trainer.model
     losses = []
-    for place,batch in enumerate(update.micro_batches, 1):
-        targets = update.targets
-        if trainer.cfg.loss_average!='tokens':
-            targets = sum(map(sum, batch['n_targets']))*update.filled # a mean of means
-        with no_sync(model, place<len(update.micro_batches)): # gradients travel once
+    for number,batch in enumerate(update.micro_batches, 1):
+        divisor = update.targets
+        if trainer.cfg.loss_average=='micro_batches': # each with a target weighs the same
+            divisor = update.filled*sum(map(sum, batch['n_targets']))
+        is_last = number==len(update.micro_batches)
+        with no_sync(trainer.model, not is_last): # gradients travel once
             inputs = inputs_of(trainer, batch)
             with autocast(trainer.dist.device, trainer.dtype):
-                loss = model(**inputs, reduction='sum')[1]
-            loss = loss*(trainer.dist.world_size/max(targets, 1)) # DDP takes the mean over ranks
+                _,loss = trainer.model(**inputs, reduction='sum')
+            loss = loss*(trainer.dist.world_size/max(divisor, 1)) # DDP takes the mean over ranks
             trainer.scaler.scale(loss).backward()
         losses.append(loss.detach())
-    if not update.tiles: # zeros would let AdamW decay what no picture has touched
-        for part in (trainer.base.vision_encoder, trainer.base.MP):
-            for p in part.parameters(): p.grad = None
-    for group in trainer.optimizer.param_groups if trainer.cfg.projector_steps else ():
-        if group['lr']==0: # it waits for the projector: nothing of it is clipped, nor remembered by AdamW
-            for p in group['params']: p.grad = None
+    _drop_idle_gradients(trainer, update)
     return torch.stack(losses).sum()
 
 # %% ../../nbs/49_training.trainer.ipynb #627ab6dc
 SIGNAL = 'a signal'
 
-def _agree(trainer:Trainer, loss:float, norm:float)->float: # this rank's part; the loss of the update
+def _agree(
+    trainer:Trainer,
+    loss:float, # this rank's part of it
+    norm:float, # of the gradient, the same on every rank
+)->float: # loss of the update
     "Exchanges losses, verdicts of the hooks and signals; every rank sets the same `refused` and `stop`."
     figures = dict(batch_loss=loss, grad_norm=norm)
     reasons = [hook.before_step(trainer, figures) for hook in trainer.hooks]
     reason = next(filter(None, reasons), None)
-    # of the scale of float16
+    # of float16: the loss scale was too high, and no sample is at fault
     overflow = not isfinite(norm) and isfinite(loss) and trainer.scaler.get_scale()>1
     total,refusals,signals = trainer.dist.reduce(
-        [loss, float(bool(reason)), float(trainer.asked.is_set())])
-    verdicts:Any = [(False,None)]
+        [loss, float(bool(reason)), float(trainer.asked.is_set())]
+    )
+    trainer.overflow = False
+    trainer.refused = None
     if refusals:
-        verdicts = filter(None, trainer.dist.gather(reason and (overflow,reason)))
-    # a bad sample on one rank counts before an overflow on another
-    trainer.overflow,trainer.refused = min(verdicts, key=lambda verdict: verdict[0])
+        verdicts = [*filter(None, trainer.dist.gather(reason and (overflow,reason)))]
+        # False before True: a bad sample on one rank counts before an overflow on another
+        trainer.overflow,trainer.refused = min(verdicts, key=lambda verdict: verdict[0])
     if signals: trainer.stop = trainer.stop or SIGNAL
     return total/trainer.dist.world_size
 
@@ -291,17 +332,24 @@ def train_step(trainer:Trainer, update:Update)->Figures: # for the log
     trainer.update = update
     for hook in trainer.hooks: hook.before_update(trainer)
     if not trainer.base.training:
-        trainer.model.train() # a hook or a judge has asked the model something
-    place = length.place(trainer.step, trainer.samples, update.samples, trainer.planned)
-    lrs = set_lrs(trainer.optimizer, trainer.schedule, *place,
-        alone=trainer.cfg.projector_steps)
+        trainer.model.train() # a hook has asked the model something
+    done,total = length.place(
+        trainer.step, trainer.samples, update.samples, trainer.planned
+    )
+    lrs = set_lrs(
+        trainer.optimizer,
+        trainer.schedule,
+        done,
+        total,
+        alone=trainer.cfg.projector_steps
+    )
     with clock('forward_backward'):
         loss = accumulate(trainer, update)
     with clock('optimizer'):
         scaler.unscale_(trainer.optimizer)
         norm = clip_gradients(trainer.trained, trainer.cfg.max_grad_norm)
 
-    # the next update is read while a GPU computes
+    # nothing above has waited for the GPU: it computes while the next update is read
     device = trainer.dist.device
     def is_busy():
         return device.type=='cuda' and not torch.cuda.current_stream(device).query()
@@ -309,14 +357,14 @@ def train_step(trainer:Trainer, update:Update)->Figures: # for the log
     if not is_last: trainer.feed.fetch(is_busy)
 
     with clock('forward_backward'):
-        mine,size = torch.stack([loss, norm.to(loss.device)]).tolist() # waits
+        my_loss,norm = torch.stack([loss, norm.to(loss.device)]).tolist() # waits for the GPU
     with clock('communication'):
-        total = _agree(trainer, mine, size)
+        loss = _agree(trainer, my_loss, norm)
     with clock('optimizer'):
         if trainer.refused is None and any(p.grad is not None for p in trainer.trained):
             scaler.step(trainer.optimizer)
             scaler.update()
-        else:
+        else: # gradients are not unscaled any more; after an overflow the scale is halved
             scaler.update(scaler.get_scale()/(2 if trainer.overflow else 1))
         trainer.optimizer.zero_grad(set_to_none=True)
 
@@ -324,10 +372,18 @@ def train_step(trainer:Trainer, update:Update)->Figures: # for the log
     trainer.samples += update.samples
     trainer.targets += update.targets
     is_last_epoch = trainer.epoch+1==trainer.cfg.max_epochs
-    trainer.last = is_last or trainer.feed.over and is_last_epoch
-    return dict(batch_loss=total, grad_norm=size, **lrs, epoch=trainer.epoch,
-        target_tokens=update.targets, tokens=update.tokens, samples=update.samples,
-        batch_digest=update.digest, **update.packing)
+    trainer.last = is_last or (trainer.feed.over and is_last_epoch)
+    return dict(
+        batch_loss=loss,
+        grad_norm=norm,
+        **lrs,
+        epoch=trainer.epoch,
+        target_tokens=update.targets,
+        tokens=update.tokens,
+        samples=update.samples,
+        batch_digest=update.digest,
+        **update.packing
+    )
 
 # %% ../../nbs/49_training.trainer.ipynb #8d393855
 def _why_left_out(trainer:Trainer, loader:Loader)->str|None: # every rank must call
@@ -338,17 +394,18 @@ def _why_left_out(trainer:Trainer, loader:Loader)->str|None: # every rank must c
 def updates(trainer:Trainer)->Iterator[Update]: # as many on every rank
     "Yields updates, epoch after epoch, until the run has its length or is stopped."
     length = trainer.cfg.length
-    def is_over(epoch):
-        return trainer.stop or length.is_reached(trainer.step, trainer.samples, epoch)
+    def is_over(epochs=0): # completed ones; 0: as far as updates and samples say
+        return trainer.stop or length.is_reached(trainer.step, trainer.samples, epochs)
     while not is_over(trainer.epoch):
         trainer.saver.wait() # workers are forked: no thread may hold a lock
         trainer.feed.begin(trainer.epoch)
         try:
             for update in iter(trainer.feed.take, None):
                 yield update
-                if is_over(0): return # the epoch is counted below
-        finally: trainer.feed.close()
-        trainer.epoch_size = trainer.step-trainer.began # updates of earlier starts are counted
+                if is_over(): return # within the epoch, which does not count as completed
+        finally:
+            trainer.feed.close()
+        trainer.epoch_size = trainer.step-trainer.began # with those that an earlier start has made
         trainer.began = trainer.step
         trainer.epoch += 1
         if not trainer.epoch_size:
@@ -357,10 +414,14 @@ def updates(trainer:Trainer)->Iterator[Update]: # as many on every rank
         for hook in trainer.hooks: hook.end_epoch(trainer)
 
 # %% ../../nbs/49_training.trainer.ipynb #cae6b0f1
-def _at_end(trainer:Trainer, do:Callable)->Callable: # for `ExitStack.push`
+def _at_end(
+    trainer:Trainer,
+    do:Callable[[],None], # what is done when the block is left
+)->Callable: # for `ExitStack.push`
     "Returns what calls `do` when a block is left; an error that is under way hides those that follow it."
     def leave(kind, error, trace):
-        try: do()
+        try:
+            do()
         except Exception as later:
             if error is None: raise
             trainer.log.info(f'after the error of this run another one, {type(later).__name__}: {later}')
@@ -378,12 +439,13 @@ def train(trainer:Trainer)->Trainer: # where the run ended
         gc.freeze() # what exists now is needed to the end: the garbage collector skips it
         stack.callback(gc.unfreeze)
 
-        # hooks that have not seen the current update: all of a new run; after a resume, from `Checkpoint` on;
-        # none if `train` was called before
+        # the update at hand: a new run's hooks have not seen it; after a resume those before `Checkpoint`
+        # have, for it has saved what they knew; if `train` was called before, all have
         figures = Figures()
-        for hook in [] if trainer.update else trainer.hooks:
-            if not trainer.checkpoint or hook.order>=Checkpoint.order:
-                hook.after_update(trainer, figures)
+        if trainer.update is None:
+            for hook in trainer.hooks:
+                if not trainer.checkpoint or hook.order>=Checkpoint.order:
+                    hook.after_update(trainer, figures)
 
         for update in updates(trainer):
             figures = train_step(trainer, update)
@@ -667,24 +729,35 @@ class Checkpoint(Hook):
         trainer.saver.wait()
 
 # %% ../../nbs/49_training.trainer.ipynb #ca70adbc
-def _place_data(trainer:Trainer, state:dict, force:bool=False)->None: # if it does not fit: the next epoch
-    "Sets the position of the data, and lets validation keep its rows."
+def _place_data(
+    trainer:Trainer,
+    state:dict, # of the checkpoint; its counters follow where an epoch is left out
+    force:bool=False, # where the position does not fit these data, begin with the next epoch
+)->None:
+    "Sets the position of the data."
     data = state['data']
     if data is None: return
-    try: trainer.loader.load_state_dict(data)
+    try:
+        trainer.loader.load_state_dict(data)
     except ValueError as e:
         if not force: raise
         trainer.log.info(f'the rest of epoch {data["epoch"]} is left out: {e}')
         trainer.loader.set_epoch(data['epoch']+1)
-        state |= dict(began=state['step'], epoch_size=None)
+        state['began'] = state['step']
+        state['epoch_size'] = None
     state['epoch'] = trainer.loader.epoch
 
 # %% ../../nbs/49_training.trainer.ipynb #9080a088
-def _load_weights(trainer:Trainer, checkpoint:Path, state:dict, force:bool)->None: # see `resume`
+def _load_weights(
+    trainer:Trainer,
+    checkpoint:Path,
+    state:dict, # of the checkpoint
+    force:bool, # other parts may train than before
+)->None:
     "Reads model, optimizer and scaler."
-    merge = trainer.base.lora_note is None # else the adapters continue
-    load_full_weights(trainer.base,
-        checkpoint_weights(checkpoint, trainer.base.config_class, merge)[1])
+    merge = trainer.base.lora_note is None # a model with adapters goes on training them
+    _,weights = checkpoint_weights(checkpoint, trainer.base.config_class, merge)
+    load_full_weights(trainer.base, weights)
     if force and training_parts(state['configs']['train'])!=training_parts(asdict(trainer.cfg)):
         trainer.log.info('other parts train than before: the optimizer begins anew')
     else:
@@ -697,39 +770,50 @@ def _load_weights(trainer:Trainer, checkpoint:Path, state:dict, force:bool)->Non
         trainer.log.info(f'trained in {before} so far, from here in {now} (dtype changes it)')
 
 # %% ../../nbs/49_training.trainer.ipynb #c8a1d72d
-def _load_hooks(trainer:Trainer, checkpoint:Path, state:dict)->None: # its `trainer_state.json`
+def _load_hooks(
+    trainer:Trainer,
+    checkpoint:Path,
+    state:dict, # its `trainer_state.json`; tensors are in a file beside it
+)->None:
     "Restores what hooks remember; a state without a hook and a hook without a state are named in the log."
     states = state['hooks']
     named = _stateful_hooks(trainer)
     file = checkpoint/HOOKS
     tensors = load_file(file) if file.is_file() else {}
     for key,w in tensors.items():
-        name,_,at = key.partition('.')
-        states[name][at] = w
+        hook,_,name = key.partition('.')
+        states[hook][name] = w
     for name in states.keys() & named.keys():
         named[name].load_state_dict(states[name])
     for name in sorted(states.keys() ^ named.keys()):
         if name in named:
             trainer.log.info(f'hook {name} begins anew: the checkpoint has no state of it')
         else:
-            trainer.log.info(f'the checkpoint has a state of hook {name}, '
-            'which this run does not have: it is left out')
+            trainer.log.info(
+                f'the checkpoint has a state of hook {name}, '
+                'which this run does not have: it is left out'
+            )
 
 # %% ../../nbs/49_training.trainer.ipynb #ffb5759f
 # of `trainer_state.json`; a counter that an older checkpoint lacks keeps its default
 _RESUMED = ('step','data','configs','precision','scaler','log','world_size','hooks')
 
-def _restore_chance(file:Path)->None: # `rng_N.json`
-    "Restores the random numbers of a rank; a UsageError if the file has none."
+def _restore_rng(file:Path)->None: # `rng_N.json`
+    "Restores the random generators of a rank; a UsageError if the file has no state of them."
     try:
         set_rng_state(json.loads(file.read_text(encoding='utf-8')))
     except (OSError, ValueError, LookupError, TypeError, RuntimeError, OverflowError) as e:
-        raise UsageError(f'{file.parent} is damaged, {file.name} holds no random numbers '
-            f'({type(e).__name__}: {e}): choose another checkpoint, or copy it again') from e
+        raise UsageError(
+            f'{file.parent} is damaged, {file.name} holds no random numbers '
+            f'({type(e).__name__}: {e}): choose another checkpoint, or copy it again'
+        ) from e
 
-def resume(trainer:Trainer, checkpoint:Path, # at update 0; a `step_N` directory
-    force:bool=False, checked:bool=False, # go on with other data or parts; its files are known to be whole
-    then:Callable=bool, # called when all is read, before anything in the run's directory is changed
+def resume(
+    trainer:Trainer, # at update 0
+    checkpoint:Path, # a `step_N` directory
+    force:bool=False, # go on although data or trained parts differ
+    checked:bool=False, # its files are known to be whole
+    then:Callable|None=None, # called when all is read, before anything in the run's directory is changed
 )->Trainer: # at the update of the checkpoint; every rank must call
     "Restores a run; `FileNotFoundError` if the checkpoint is not complete, ValueError if it is damaged."
     if not checked:
@@ -737,25 +821,28 @@ def resume(trainer:Trainer, checkpoint:Path, # at update 0; a `step_N` directory
     state = read_state(checkpoint, _RESUMED)
     _place_data(trainer, state, force)
     _load_weights(trainer, checkpoint, state, force)
-    for f in fields(Counters):
-        if f.name in state: setattr(trainer, f.name, state[f.name])
+    for counter in fields(Counters):
+        if counter.name in state: setattr(trainer, counter.name, state[counter.name])
+    run_dir = trainer.log.run_dir
     trainer.checkpoint = checkpoint
-    trainer.owned = trainer.log.run_dir is not None and is_own(trainer.log.run_dir,
-        checkpoint)
+    trainer.owned = run_dir is not None and is_own(run_dir, checkpoint)
     _load_hooks(trainer, checkpoint, state)
-    restore = partial(_restore_chance, checkpoint/f'rng_{trainer.dist.rank}.json')
+    restore_rng = partial(_restore_rng, checkpoint/f'rng_{trainer.dist.rank}.json')
     same_ranks = state['world_size']==trainer.dist.world_size
-    if same_ranks: on_all(trainer.dist, restore)
-    then()
+    if same_ranks: on_all(trainer.dist, restore_rng) # a damaged file is found before anything is changed
+    if then: then()
 
     # log and best checkpoint become those of the state, if the run's directory is the checkpoint's own
-    if trainer.owned: trainer.saved = trainer.step
-    trainer.log.cut(state['log'] if trainer.owned else 0) # what a killed run did later is done again
-    best = inf,None # loss, update
     if trainer.owned:
-        best = on_master(trainer.dist, lambda: best_kept(trainer.log.run_dir, state))
-    trainer.best_val_loss,trainer.best_step = best
+        trainer.saved = trainer.step
+        trainer.log.cut(state['log']) # what a killed run did later is done again
+        best = on_master(trainer.dist, lambda: best_kept(run_dir, state))
+        trainer.best_val_loss,trainer.best_step = best
+    else: # the run begins its own log, and finds its own best
+        trainer.log.cut(0)
+        trainer.best_val_loss = inf
+        trainer.best_step = None
     if trainer.best_step is None: trainer.best_sure = 0.
     if same_ranks:
-        restore() # what was drawn since then does not count
+        restore_rng() # what was drawn since then does not count
     return trainer
