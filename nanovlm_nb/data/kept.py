@@ -75,6 +75,7 @@ def _table(rows:Iterable[dict])->bytes|None: # from `_kept_row`; a parquet file,
     pq.write_table(table.cast(_COLUMNS.arrow_schema), file)
     return file.getvalue()
 
+# %% ../../nbs/26_data.kept.ipynb #19a1c0a0
 def _all_rows(source):
     "The rows of a source, in their order; none if they cannot be asked for by number."
     if not isinstance(source, MapSource): return
@@ -126,6 +127,7 @@ def _read_kept(file:Path)->datasets.Dataset:
     except (OSError, ValueError, pa.ArrowException) as e:
         raise UsageError(f'{file} is damaged ({e}): copy the run again') from e
 
+# %% ../../nbs/26_data.kept.ipynb #19a1c0a3
 def loaders_of(train_cfg:TrainConfig, run_dir:Path)->Callable: # see `get_dataloaders`
     "What makes the loaders of a run, also if it was given its rows in Python."
     cfg = train_cfg
