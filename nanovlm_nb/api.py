@@ -254,6 +254,7 @@ def _rows_of(rows, weights, given):
 
 def _unchecked(kind): return kind # to a type checker it may be anything
 
+# %% ../nbs/96_api.ipynb #91a100c1
 def train(rows, # pictures, questions and answers, see `own_rows`
     preset:str='shapes', quiet:bool=False, # sizes of model and run; say nothing (the run's train.log has it)
     *, val_rows:Any=None, # held out, as `rows`; None: a part of them

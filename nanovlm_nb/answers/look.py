@@ -62,6 +62,7 @@ class Scores(dict):
         right,asked = self['answers']['all']
         return right/asked
 
+# %% ../../nbs/56_answers.look.ipynb #31a000a6
 def _losses(asker:Asker, results:list[Result], batch_size:int)->list[float]: # of the right answers
     "Returns how unlikely a model finds each right answer."
     losses = []
@@ -72,7 +73,7 @@ def _losses(asker:Asker, results:list[Result], batch_size:int)->list[float]: # o
     return losses
 
 def compare_answers(asker:Asker, rows:list[dict], # with decoded `images`
-    batch_size:int=128)->tuple['Scores',list[Result]]: # heading -> kind, or 'all' -> (right, asked)
+    batch_size:int=128)->tuple[Scores,list[Result]]: # heading -> kind, or 'all' -> (right, asked)
     "Returns the table of right answers and of what can be had without looking, and the answered questions."
     seen = answer_all(asker, questions_of(rows), batch_size)
     scores = {'answers':accuracy(seen)}

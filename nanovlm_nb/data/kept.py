@@ -84,6 +84,7 @@ def _table(
     pq.write_table(table.cast(_COLUMNS.arrow_schema), file)
     return file.getvalue()
 
+# %% ../../nbs/26_data.kept.ipynb #19a1c0a0
 def _all_rows(source):
     "The rows of a source, in their order; none if they cannot be read by number."
     if not isinstance(source, MapSource): return
@@ -139,6 +140,7 @@ def _read_kept(file:Path)->datasets.Dataset:
     except (OSError, ValueError, pa.ArrowException) as e:
         raise UsageError(f'{file} is damaged ({e}): copy the run again') from e
 
+# %% ../../nbs/26_data.kept.ipynb #19a1c0a3
 def loaders_of(train_cfg:TrainConfig, run_dir:Path)->Callable: # see `get_dataloaders`
     "What makes the loaders of a run, also if it was given its rows in Python."
     if train_cfg.train_dataset_path!=OWN_ROWS: return get_dataloaders

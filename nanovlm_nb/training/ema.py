@@ -18,6 +18,15 @@ def ema_rate(rate:float, step:int)->float: # the highest; updates so far
     return min(rate, (1+step)/(10+step))
 
 # %% ../../nbs/54_training.ema.ipynb #e3a0000c
+@torch.no_grad()
+def _exchange(weights:dict[str,Tensor], other:dict[str,Tensor])->None: # by name; likewise
+    "Each gets the values of its namesake."
+    for name,w in weights.items():
+        now = w.detach().clone()
+        w.copy_(other[name])
+        other[name].copy_(now)
+
+# %% ../../nbs/54_training.ema.ipynb #e3a000c1
 class EMA(Hook):
     """The average of the weights in place of the weights themselves, except while an update is made.
     Checkpoints hold the average, so `load` and all commands open it."""
@@ -36,17 +45,12 @@ class EMA(Hook):
         self.weights = {n:p for n,p in trainer.base.named_parameters() if p.requires_grad}
         if not self.other:
             self.other = {n:p.detach().clone() for n,p in self.weights.items()}
-        require(self.other.keys()==self.weights.keys(),
-            'EMA: other weights train than those of the checkpoint')
+        require(self.other.keys()==self.weights.keys(), 'EMA: other weights train than before')
         self.other = {n:w.to(self.weights[n].device) for n,w in self.other.items()}
 
-    @torch.no_grad()
     def swap(self)->None:
         "Exchanges the two sets of weights."
-        for name,p in self.weights.items():
-            now = p.detach().clone()
-            p.copy_(self.other[name])
-            self.other[name].copy_(now)
+        _exchange(self.weights, self.other)
         self.averaged = not self.averaged
 
     def before_update(self, trainer:Trainer)->None:
