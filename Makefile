@@ -74,6 +74,7 @@ readme:
 	python .ci/readme.py
 
 docs:
+	rm -rf _proc  # nbdev takes what changed during a build for done
 	nbdev_docs
 	python .ci/site.py _docs $(ADDRESS)
 	rm -rf _docs/demo
