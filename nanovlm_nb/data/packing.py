@@ -145,7 +145,7 @@ def _beside(first, pool, limits):
 REACH = 48 # samples, at least, that a pack is chosen from
 
 def _plan(items, limits, most=None):
-    "The indices of the items of each bin, filled one after the other; None if there are more than `most` bins."
+    "The indices of the items of each bin, filled one after the other; None if they are more than `most`."
     spare = inf if most is None else most*limits[0]-sum(item[0] for item in items)
     pool = []
     load = 0 # of the pool

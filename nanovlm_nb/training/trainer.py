@@ -254,7 +254,7 @@ def _drop_idle_gradients(trainer:Trainer, update:Update)->None:
             if group['lr']==0: idle += group['params'] # the projector trains alone
     for p in idle: p.grad = None
 
-def accumulate(trainer:Trainer, update:Update)->Tensor: # scalar; its mean over ranks is the loss of the update
+def accumulate(trainer:Trainer, update:Update)->Tensor: # scalar, whose mean over ranks is the update's loss
     "Adds up the gradient of an update; returns this rank's part of the loss."
     losses = []
     for number,batch in enumerate(update.micro_batches, 1):

@@ -197,7 +197,7 @@ class Feed:
         return self.ahead is not None and self.ahead.update is None
 
     def take(self)->Update|None: # None: the epoch is over
-        "Returns the next update; every rank must call. An error of its data is raised here, and again each time."
+        "Returns the next update; every rank must call. An error of its data is raised here, each time."
         self.fetch()
         update,position,waited = self.ahead
         if isinstance(update, Exception): raise update
