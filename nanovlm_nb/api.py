@@ -35,15 +35,23 @@ from .uses.pages import export_graphs
 
 # %% ../nbs/96_api.ipynb #91a1000d
 def _learning(rate):
-    return dict(batch_size=4, lr_mp=rate, lr_vision_backbone=rate,
-        lr_language_backbone=rate)
+    return dict(
+        batch_size=4, lr_mp=rate, lr_vision_backbone=rate, lr_language_backbone=rate
+    )
 
 # %% ../nbs/96_api.ipynb #91a10006
-_FOR_ROWS = dict(train_dataset_path=OWN_ROWS, stream_dataset=False,
+_FOR_ROWS = dict(
+    train_dataset_path=OWN_ROWS,
+    stream_dataset=False,
     data_cutoff_idx=None,
-    num_workers=0, val_workers=0, max_keep_ckpts=1, log_wandb=False,
-    use_lmms_eval=False, hf_repo_name=None,
-    long_run_name=False)
+    num_workers=0,
+    val_workers=0,
+    max_keep_ckpts=1,
+    log_wandb=False,
+    use_lmms_eval=False,
+    hf_repo_name=None,
+    long_run_name=False
+)
 
 _LENGTHS = {'max_training_steps','max_training_samples','max_epochs'} # each says how long a run is
 
@@ -52,7 +60,8 @@ def _settings(count, preset, given, val_size=None, kind=VLMConfig):
     vlm_cfg,train_cfg = preset_of(preset)
     vlm_cfg = kind.of(vlm_cfg)
     check_known(given, FIELDS|kind.__dataclass_fields__, 'setting')
-    if val_size is None: val_size = min(100, max(1, count//10)) if count > 1 else 0
+    if val_size is None:
+        val_size = min(100, max(1, count//10)) if count > 1 else 0
     steps = given.get('max_training_steps', train_cfg.max_training_steps)
     quarter = as_type('max_training_steps', steps, Pos)//4
     rates = {}
@@ -61,16 +70,22 @@ def _settings(count, preset, given, val_size=None, kind=VLMConfig):
         rates = _learning(5e-5)
     elif preset == 'shapes': rates = _learning(1e-3)
     named = [name for name in BACKBONE_RATES if given.get(name)]
-    for name in named: rates.pop(BACKBONE_RATES[name], None) # see `change`
+    for name in named:
+        rates.pop(BACKBONE_RATES[name], None) # see `change`
     same = given.get('custom_transforms') or given.get('cache_features')
     usual = _FOR_ROWS | rates
     if named:
         quarter = min(quarter, 100) # it learns faster than one from nothing
-        if not given.keys() & _LENGTHS: usual |= dict(max_epochs=20)
-    usual |= dict(random_crop=None if same else .7,
-        val_size=val_size, ask_samples=min(val_size, 100), best_by='answers',
+        if not given.keys() & _LENGTHS:
+            usual |= dict(max_epochs=20)
+    usual |= dict(
+        random_crop=None if same else .7,
+        val_size=val_size,
+        ask_samples=min(val_size, 100),
+        best_by='answers',
         eval_in_epochs=val_size > 0,
-        eval_interval=max(1, min(quarter, train_cfg.eval_interval)))
+        eval_interval=max(1, min(quarter, train_cfg.eval_interval))
+    )
     return change(vlm_cfg, train_cfg, usual | given)
 
 # %% ../nbs/96_api.ipynb #91a100a1
@@ -238,7 +253,8 @@ def _columns(given):
 
 def _rows_of(rows, weights, given):
     "What `get_dataloaders` takes in place of rows of your own, and how many they are."
-    if hasattr(rows, 'rows_of'): return rows,int(as_source(rows).epoch_rows() or 0)
+    if hasattr(rows, 'rows_of'):
+        return rows,int(as_source(rows).epoch_rows() or 0)
     if weights is None:
         kept = own_rows(rows, *_columns(given))
         return kept,len(kept)
@@ -290,8 +306,10 @@ def train(rows, # pictures, questions and answers, see `own_rows`
     else:
         data['rows'],count = _rows_of(rows, weights, given)
     val_size = None
-    require(val_rows is not None or weights is None,
-        'rows with weights: give val_rows, the rows to validate on')
+    require(
+        val_rows is not None or weights is None,
+        'rows with weights: give val_rows, the rows to validate on'
+    )
     if val_rows is not None:
         data['val_rows'] = own_rows(val_rows, *_columns(given))
         val_size = len(data['val_rows'])
@@ -299,8 +317,18 @@ def train(rows, # pictures, questions and answers, see `own_rows`
     loaders = partial(get_dataloaders, **data) if data else None
     def again(run_dir, *_):
         return f'train(rows, run_name={run_dir.name!r}, resume=True, ...)'
-    run_dir = run(vlm_cfg, train_cfg, kind if model else None, loaders, optimizer, schedule,
-        loss, judge, hooks, command=again if loaders else None)
+    run_dir = run(
+        vlm_cfg,
+        train_cfg,
+        kind if model else None,
+        loaders,
+        optimizer,
+        schedule,
+        loss,
+        judge,
+        hooks,
+        command=again if loaders else None
+    )
     return load(run_dir, processor=processor and processor(vlm_cfg, ()), model=model)
 
 # %% ../nbs/96_api.ipynb #91a10012

@@ -37,16 +37,23 @@ Checkpoint = Annotated[str,
     'the directory of a checkpoint or of a run, or a name of the hub',
     lambda x: x.strip()
     and (Path(x).is_dir() or not Path(x).is_file() and check_hub_name(x) is None)]
-Logged = Annotated[str,
+Logged = Annotated[
+    str,
     'the directory of a run, or log.jsonl in it, or a directory of runs',
-    lambda x: Path(x).suffix=='.jsonl' if Path(x).is_file() else Path(x).is_dir()]
-Device = Annotated[str, 'cpu, mps, cuda or cuda:N',
-    lambda x: x in ('cpu','mps','cuda') or x.startswith('cuda:') and x[5:].isdecimal()]
+    lambda x: Path(x).suffix=='.jsonl' if Path(x).is_file() else Path(x).is_dir()
+]
+Device = Annotated[
+    str,
+    'cpu, mps, cuda or cuda:N',
+    lambda x: x in ('cpu','mps','cuda') or x.startswith('cuda:') and x[5:].isdecimal()
+]
 Folder = Annotated[str, 'a directory that exists', lambda x: Path(x).is_dir()]
 NewFile = Annotated[str, 'a file, in a directory that exists', _free]
-Picture = Annotated[str,
+Picture = Annotated[
+    str,
     'a file that ends in png, jpg, svg, pdf or webp, in a directory that exists',
-    lambda x: _free(x) and x.endswith(('.png','.jpg','.svg','.pdf','.webp'))]
+    lambda x: _free(x) and x.endswith(('.png','.jpg','.svg','.pdf','.webp'))
+]
 
 # %% ../nbs/97_cli.ipynb #19a000d2
 COMMANDS:dict[str,Callable] = {} # name -> the function that does it
@@ -83,8 +90,9 @@ def command(settings:str='', more:dict[str,dict]={}, **words:Any)->Callable:
             prog = f'nanovlm {name}'
             parser = Parser(prog, description=function.__doc__)
             if settings:
-                parser = SettingsParser(prog, settings, description=function.__doc__,
-                    shown=shown, **words)
+                parser = SettingsParser(
+                    prog, settings, description=function.__doc__, shown=shown, **words
+                )
             about = described(function) if shown else {}
             for argument,parameter in signature(function).parameters.items():
                 kind = _kind(parameter)
@@ -141,10 +149,19 @@ def _classify(pictures:list[str]|None, # files to sort
         sort_pictures(predict, pictures)
         return 0
     from nanovlm_nb.uses.classify import classify
-    return classify(config, model, datasets, run_name, resume_from,
-        deepspeed_config=deepspeed_config, lr_schedule=lr_schedule,
+    return classify(
+        config,
+        model,
+        datasets,
+        run_name,
+        resume_from,
+        deepspeed_config=deepspeed_config,
+        lr_schedule=lr_schedule,
         custom_transforms=custom_transforms,
-        tracker=tracker, wandb_entity=wandb_entity, wandb_project=wandb_project)
+        tracker=tracker,
+        wandb_entity=wandb_entity,
+        wandb_project=wandb_project
+    )
 
 # %% ../nbs/97_cli.ipynb #a044a99b
 @command()
@@ -168,8 +185,10 @@ def _ask(
     host:str = '127.0.0.1', # address of the page; 0.0.0.0 lets everybody in
     port:Count = 7860): # port of the page
     "Ask a model about pictures, here or on a page in the browser."
-    require(page or prompt is not None or not image,
-        'give --prompt QUESTION, what you ask about the picture')
+    require(
+        page or prompt is not None or not image,
+        'give --prompt QUESTION, what you ask about the picture'
+    )
     with user_path():
         place = checkpoint or newest_run()
         if not page and prompt is None: read_example(place)
@@ -177,8 +196,19 @@ def _ask(
         from nanovlm_nb.uses.pages import serve
         return serve(place, max_new_tokens, host, port, model)
     from nanovlm_nb.answers.answer import ask
-    ask(place, image, prompt, max_new_tokens, temperature, top_k, top_p, stop, seed,
-        json, model)
+    ask(
+        place,
+        image,
+        prompt,
+        max_new_tokens,
+        temperature,
+        top_k,
+        top_p,
+        stop,
+        seed,
+        json,
+        model
+    )
 
 # %% ../nbs/97_cli.ipynb #25160ab8
 @command()
@@ -203,29 +233,47 @@ def _eval(checkpoint:Checkpoint|None, # with config.json and model.safetensors; 
     Without --tasks: right answers about held-out rows of its run, beside those about the picture of
     another row and the best guess without looking."""
     require(write_tasks or checkpoint, 'give a checkpoint, or --write_tasks DIR')
-    require(not tasks or not (config or rows or probe or json),
-        '--config, --rows, --probe and --json are for an evaluation without --tasks')
-    of_tasks = dict(include_path=include_path, prompts=prompts!='nanovlm' or None,
-        limit=limit, out=out,
-        step=step)
+    require(
+        not tasks or not (config or rows or probe or json),
+        '--config, --rows, --probe and --json are for an evaluation without --tasks'
+    )
+    of_tasks = dict(
+        include_path=include_path,
+        prompts=prompts!='nanovlm' or None,
+        limit=limit,
+        out=out,
+        step=step
+    )
     for flag,value in of_tasks.items():
-        require(tasks or write_tasks or value is None,
-            f'--{flag} is for an evaluation on tasks: give --tasks, or leave it out')
-    files = [name.strip() for name in tasks.split(',')
-        if name.strip().endswith('.parquet')]
+        require(
+            tasks or write_tasks or value is None,
+            f'--{flag} is for an evaluation on tasks: give --tasks, or leave it out'
+        )
+    files = [
+        name.strip() for name in tasks.split(',') if name.strip().endswith('.parquet')
+    ]
     with user_path():
         missing = ', '.join(name for name in files if not Path(name).is_file())
     require(not missing, f'--tasks: there is no file {missing}: correct the path')
     if not (tasks or write_tasks):
         from nanovlm_nb.answers.look import look_at_checkpoint
-        return look_at_checkpoint(str(checkpoint), config, rows, json, device,
-            batch_size,
-            probe, model)
+        return look_at_checkpoint(
+            str(checkpoint), config, rows, json, device, batch_size, probe, model
+        )
     from nanovlm_nb.answers.tasks import evaluate_checkpoint,write_tasks as write
     if not write_tasks:
-        return evaluate_checkpoint(str(checkpoint), tasks, include_path, prompts, limit,
-            batch_size, out,
-            step, device, model)
+        return evaluate_checkpoint(
+            str(checkpoint),
+            tasks,
+            include_path,
+            prompts,
+            limit,
+            batch_size,
+            out,
+            step,
+            device,
+            model
+        )
     with user_path(): say(str(write(write_tasks)))
 
 # %% ../nbs/97_cli.ipynb #19a00012
@@ -268,15 +316,21 @@ def _runs(runs:list[Logged]|None, # directory of runs, or a log.jsonl; default: 
     follow:bool = False): # then a line for each new checkpoint and figure until the run ends or Ctrl-C
     "List runs, or show how one stands and its checkpoints, draw curves; follow a run, or tidy up."
     names = runs or ['checkpoints']
-    require(runs or Path('checkpoints').is_dir(),
-        'there is no folder checkpoints here: name a run, or train one')
+    require(
+        runs or Path('checkpoints').is_dir(),
+        'there is no folder checkpoints here: name a run, or train one'
+    )
     with user_path():
         folders = [name for name in names if runs_in(name)]
-    require(len(runs or folders)==1 or not (follow or pth),
-        '--follow and --pth are for a single run')
+    require(
+        len(runs or folders)==1 or not (follow or pth),
+        '--follow and --pth are for a single run'
+    )
     others = pth or follow or delete_older_than is not None or delete_abandoned
-    require(not (folders and others),
-        f'{", ".join(folders)} has several runs: name the run that you mean')
+    require(
+        not (folders and others),
+        f'{", ".join(folders)} has several runs: name the run that you mean'
+    )
     require(not (curves and others), '--curves only draws: leave the other flags out')
     from nanovlm_nb.tools.runs import show_runs
     return show_runs(names, curves, pth, delete_older_than, delete_abandoned, follow)
@@ -291,8 +345,13 @@ def _replay(run_dir:Text, # directory of the run
     "Make one update of a run again, and look at each of its samples alone."
     with user_path(): check_run(run_dir)
     from nanovlm_nb.tools.inspect import replay
-    return replay(run_dir, update, worst, lr_schedule=lr_schedule,
-        custom_transforms=custom_transforms)
+    return replay(
+        run_dir,
+        update,
+        worst,
+        lr_schedule=lr_schedule,
+        custom_transforms=custom_transforms
+    )
 
 # %% ../nbs/97_cli.ipynb #4723afab
 @command()
@@ -310,11 +369,14 @@ def _export(checkpoint:Checkpoint, # or a run, SmolVLM, Idefics3, Qwen2.5-VL, hu
     outtype:Outtype|None = None): # with gguf: f32, f16 (if left out) or q8_0, which has one byte a weight
     "Write a model for transformers, ONNX, the web, GGUF or nanoVLM."
     with user_path(): check_new_folder(out)
-    only = dict(int8=(int8,'onnx'), web_runtime=(web_runtime,'web'),
-        outtype=(outtype,'gguf'))
+    only = dict(
+        int8=(int8,'onnx'), web_runtime=(web_runtime,'web'), outtype=(outtype,'gguf')
+    )
     for flag,(value,kind) in only.items():
-        require(not value or format==kind,
-            f'--{flag} with format {format}: it is for --format {kind}, leave it out')
+        require(
+            not value or format==kind,
+            f'--{flag} with format {format}: it is for --format {kind}, leave it out'
+        )
     if format in ('onnx','web'):
         from nanovlm_nb.uses.pages import export_graphs
         return export_graphs(checkpoint, out, format, int8, web_runtime, model)
@@ -331,15 +393,19 @@ def _overview()->str:
 
 # %% ../nbs/97_cli.ipynb #421acdf0
 # command -> words of other programs
-_MEANT = dict(ask='generate predict chat infer inference describe caption',
+_MEANT = dict(
+    ask='generate predict chat infer inference describe caption',
     eval='test val valid validate validation evaluate benchmark score',
     export='convert save merge',
     train='fit finetune fine_tune pretrain sft lora tune',
     runs='list ls log logs status show plot curves tensorboard',
-    check='doctor env info', plan='estimate cost memory params',
-    replay='inspect debug') | {
+    check='doctor env info',
+    plan='estimate cost memory params',
+    replay='inspect debug'
+) | {
     'ask --page':'demo serve web ui gradio app',
-    'train --run_name NAME --resume True':'resume continue'}
+    'train --run_name NAME --resume True':'resume continue'
+}
 
 def _check_command(name:str)->None: # the first word
     "Raises a UsageError with the command that was meant, if it is none."
@@ -347,12 +413,15 @@ def _check_command(name:str)->None: # the first word
     meant = f'ask {name}` or `nanovlm runs {name}' if path.is_dir() else f'train {name}'
     if path.is_file() and path.suffix not in ('.yaml','.yml'):
         meant = f'train --train_dataset_path {name}'
-    require(not path.exists(),
-        f'`{name}` is no command: did you mean `nanovlm {meant}`?')
+    require(
+        not path.exists(), f'`{name}` is no command: did you mean `nanovlm {meant}`?'
+    )
     word = name.replace('-', '_').lower()
     for command,words in _MEANT.items():
-        require(word not in words.split(),
-            f'unknown command `{name}`: did you mean `nanovlm {command}`?')
+        require(
+            word not in words.split(),
+            f'unknown command `{name}`: did you mean `nanovlm {command}`?'
+        )
     check_known([name], COMMANDS, 'command')
 
 def main(argv:list[str]|None=None)->int|None: # default: those of the command line; the exit code

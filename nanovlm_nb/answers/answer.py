@@ -82,9 +82,11 @@ def standard_processor(model:VisionLanguageModel)->Any: # of its class, else of 
     parts = own_parts_of(folder.parent) if folder else ()
     own = type(model).processor
     if own: return own(model.cfg, ())
-    require('processor' not in parts,
+    require(
+        'processor' not in parts,
         f'{folder} was trained with an image processor of its own: bring it in '
-        'Python, load(checkpoint, processor=...); commands and exports do not have it')
+        'Python, load(checkpoint, processor=...); commands and exports do not have it'
+    )
     return image_processor_of(model.cfg, ())
 
 # %% ../../nbs/55_answers.answer.ipynb #64304044
@@ -138,8 +140,9 @@ class Asker:
         rules = self.model.cfg.mp_image_token_length,self.image_processor.convention
         if self.numbered:
             return [*tiles],image_strings(self.tokenizer, [*grids], *rules)
-        return [*tiles],''.join(image_strings(self.tokenizer, [grid], *rules)[0]
-            for grid in grids)
+        return [*tiles],''.join(
+            image_strings(self.tokenizer, [grid], *rules)[0] for grid in grids
+        )
 
     def prompt(self, images:Iterable[Image.Image], # may be empty
         question:str|list[dict], # plain text, or turns of which the last has no 'assistant'
@@ -147,8 +150,9 @@ class Asker:
     )->tuple[list[int],list]: # token ids, one stack of uint8 tiles per picture
         "Returns token ids and tiles of one question."
         tiles,pictures = self.tiles(images)
-        return encode_prompt(self.tokenizer, question, pictures, start,
-            self.inline).tolist(),tiles
+        return encode_prompt(
+            self.tokenizer, question, pictures, start, self.inline
+        ).tolist(),tiles
 
     def check_length(self, n:int, max_new_tokens:int)->None: # tokens of the longest prompt, and of its answer
         "Raises a UsageError where prompt and answer need more positions than the model has."
@@ -160,8 +164,9 @@ class Asker:
     def ends(self, stop:Sequence[str|int]=(), # texts and token ids that end an answer
     )->tuple[list[str],list[int]]: # texts; token ids, the tokenizer's end token first
         "Returns what ends an answer; a text that is a special token counts as its id."
-        special = dict(zip(self.tokenizer.all_special_tokens,
-            self.tokenizer.all_special_ids))
+        special = dict(
+            zip(self.tokenizer.all_special_tokens, self.tokenizer.all_special_ids)
+        )
         texts = []
         tokens = []
         for end in (self.tokenizer.eos_token_id, *stop):
@@ -188,9 +193,15 @@ class Asker:
         ids,mask = left_pad(prompts, self.tokenizer.pad_token_id, self.device)
         texts,tokens = self.ends(stop)
         streams = TextStreams(self.tokenizer, len(questions), texts, tokens)
-        for _ in self.model.stream(ids, list(tiles), mask, max_new_tokens,
+        for _ in self.model.stream(
+            ids,
+            list(tiles),
+            mask,
+            max_new_tokens,
             eos_token_id=tokens,
-                                   ended=streams, **self.sampling(sampling)):
+            ended=streams,
+            **self.sampling(sampling)
+        ):
             yield streams
         streams.finish()
         yield streams
@@ -201,8 +212,9 @@ class Asker:
         **sampling, # `temperature`, `top_k` and others of `sample`; greedy when nothing is given
     )->Iterator[list[str]]: # what each answer adds to its text, without special tokens
         "Answers several questions in one batch, piece by piece."
-        for streams in self._streams(questions, max_new_tokens, stop, shorten,
-            sampling):
+        for streams in self._streams(
+            questions, max_new_tokens, stop, shorten, sampling
+        ):
             yield streams.pieces
 
     def __call__(self, questions:list[tuple]|Image.Image, # see `stream`; or a picture, its question behind it
@@ -246,12 +258,22 @@ class Asker:
         self.check_length(ids.shape[1], max_new_tokens)
         end = self.tokenizer.eos_token_id
         picture = self.model.cfg.image_token_id
-        new = self.model.generate(ids, list(tiles), mask, max_new_tokens, top_k=0, top_p=1.,
-            temperature=temperature, eos_token_id=end, generator=generator).tolist()
+        new = self.model.generate(
+            ids,
+            list(tiles),
+            mask,
+            max_new_tokens,
+            top_k=0,
+            top_p=1.,
+            temperature=temperature,
+            eos_token_id=end,
+            generator=generator
+        ).tolist()
         answers = []
         for tokens in new:
             if end in tokens: tokens = tokens[:tokens.index(end)+1]
-            if picture in tokens: tokens = tokens[:tokens.index(picture)] # nobody can read it
+            if picture in tokens:
+                tokens = tokens[:tokens.index(picture)] # nobody can read it
             text = self.tokenizer.decode(tokens, skip_special_tokens=True)
             answers.append(Sampled(tokens, text.strip()))
         return [answers[at:at+n] for at in range(0, len(answers), n)]
@@ -264,8 +286,10 @@ class Asker:
         hidden state)."""
         count = len(pictures if pictures is not None else texts or ())
         shown = pictures if pictures is not None else [()]*count
-        require(count and (texts is None or len(texts)==count),
-            'give pictures, texts, or as many texts as pictures')
+        require(
+            count and (texts is None or len(texts)==count),
+            'give pictures, texts, or as many texts as pictures'
+        )
         white = self.model.cfg.pixel_max
         vectors = []
         for picture,text in zip(shown, texts or ['']*count):
@@ -293,10 +317,13 @@ class Asker:
     )->Reply: # the text; Jupyter shows it beside the pictures
         "Answers one question, freely or with the most likely of some choices."
         white = self.model.cfg.pixel_max
-        images = [open_image(as_picture(picture), white)
-            for picture in as_list(pictures)]
-        require(choices is None or len(choices) and not isinstance(choices, str),
-            f'choices are {choices!r}: give a list of possible answers')
+        images = [
+            open_image(as_picture(picture), white) for picture in as_list(pictures)
+        ]
+        require(
+            choices is None or len(choices) and not isinstance(choices, str),
+            f'choices are {choices!r}: give a list of possible answers'
+        )
         if choices is None:
             reply = self([(images, question)], max_new_tokens, **sampling)[0]
         else:
@@ -349,8 +376,9 @@ def _with_answers(asker, turns, template):
         answered = [*before, last|dict(assistant=answer)]
         ids,labels = encode_chat(tokenizer, answered, pictures, asker.inline)
         if before:
-            prompt = encode_prompt(tokenizer, [*before, last], pictures,
-                inline=asker.inline)
+            prompt = encode_prompt(
+                tokenizer, [*before, last], pictures, inline=asker.inline
+            )
             labels[:len(prompt)-1] = IGNORE
         ends = (labels==tokenizer.eos_token_id).nonzero()
         if len(ends) and not template: labels[ends[-1]+1:] = IGNORE
@@ -363,8 +391,9 @@ def _target_scores(asker:Asker, turns:list[tuple], template:bool=False, # see `a
     require(turns, 'there is no answer to rate: give one or more')
     rows = list(_with_answers(asker, turns, template))
     asker.check_length(max(len(ids) for ids,*_ in rows), 0)
-    ids,mask = left_pad([ids.tolist() for ids,*_ in rows],
-        asker.tokenizer.pad_token_id, asker.device)
+    ids,mask = left_pad(
+        [ids.tolist() for ids,*_ in rows], asker.tokenizer.pad_token_id, asker.device
+    )
     labels,_ = left_pad([labels.tolist() for _,labels,_ in rows], IGNORE, asker.device)
     is_target = labels!=IGNORE
     hidden = asker.model.hidden(ids, [tiles for *_,tiles in rows], mask)
@@ -408,8 +437,9 @@ class Chat:
         "Asks the next question, and yields the answer; only an answer heard to its end is remembered."
         asker = self.asker
         turns = [*self.turns, dict(user=question)]
-        unread = ids = encode_prompt(asker.tokenizer, turns, self.pictures,
-            inline=asker.inline).tolist()
+        unread = ids = encode_prompt(
+            asker.tokenizer, turns, self.pictures, inline=asker.inline
+        ).tolist()
         asker.check_length(len(ids), max_new_tokens)
         shared = self.shared(ids)
         tiles = None if shared else self.tiles
@@ -430,8 +460,10 @@ class Chat:
             unread = new.tolist()
             yield streams.pieces[0]
         yield streams.finish()[0]
-        self.turns = [*turns[:-1],
-            dict(user=question, assistant=streams.texts[0].strip())]
+        self.turns = [
+            *turns[:-1],
+            dict(user=question, assistant=streams.texts[0].strip())
+        ]
 
     def __call__(self, question:str, *args, **kwargs)->str: # see `stream`
         "Asks the next question, and returns the answer."
@@ -488,8 +520,9 @@ def answer_all(asker:Asker, results:list[Result], # from `questions_of`; `reply`
     "Asks all questions, batch by batch."
     for start in range(0, len(results), batch_size):
         batch = results[start:start+batch_size]
-        replies = asker([(result.images,result.question) for result in batch],
-            max_new_tokens)
+        replies = asker(
+            [(result.images,result.question) for result in batch], max_new_tokens
+        )
         for result,reply in zip(batch, replies):
             result.reply = reply
     return results
@@ -506,8 +539,9 @@ def tally_kinds(kinds:list[str], right:list[bool])->dict[str,tuple[int,int]]: # 
 
 def accuracy(results:list[Result])->dict[str,tuple[int,int]]: # answered; kind -> (right, asked), last 'all'
     "Returns exact matches by kind of question."
-    return tally_kinds([result.kind for result in results],
-        [result.right for result in results])
+    return tally_kinds(
+        [result.kind for result in results], [result.right for result in results]
+    )
 
 # %% ../../nbs/55_answers.answer.ipynb #701efd85
 def accuracy_table(columns:dict[str,dict])->str: # heading -> kind -> (right, asked); one line a kind
@@ -540,8 +574,9 @@ def plot_answers(results:list[Result], # answered; those with a picture are draw
         ax.axis('off')
     for ax,result in zip(fig.axes, shown):
         ax.imshow(result.images[0])
-        reply = ''.join(letter if letter.isprintable() else '·'
-            for letter in result.reply)
+        reply = ''.join(
+            letter if letter.isprintable() else '·' for letter in result.reply
+        )
         colour = 'darkgreen'
         verdict = f'{reply} ✓'
         if not result.right:
@@ -558,8 +593,9 @@ def keep_example(run_dir:Path, row:dict)->None: # held out, with one picture; se
     turn = row['texts'][0]
     row['images'][0].convert('RGB').save(png, 'PNG')
     write_atomic(run_dir/EXAMPLE_PICTURE, png.getvalue())
-    text = json.dumps(dict(question=turn['user'], answer=turn['assistant']),
-        ensure_ascii=False)
+    text = json.dumps(
+        dict(question=turn['user'], answer=turn['assistant']), ensure_ascii=False
+    )
     write_atomic(run_dir/EXAMPLE, text+'\n')
 
 # %% ../../nbs/55_answers.answer.ipynb #0e55b41d
@@ -586,12 +622,17 @@ def ask(checkpoint:str|Path, image:Sequence[str]=(), # a run, a checkpoint, or a
     sampling:dict = {}
     if temperature:
         generator = torch.Generator(asker.device).manual_seed(seed)
-        sampling = dict(temperature=temperature, top_k=top_k, top_p=top_p,
-            generator=generator)
+        sampling = dict(
+            temperature=temperature, top_k=top_k, top_p=top_p, generator=generator
+        )
     for start in range(0, len(questions), _TOGETHER):
         batch = questions[start:start+_TOGETHER]
-        replies = asker([(pictures,question) for question in batch], max_new_tokens,
-            stop, **sampling)
+        replies = asker(
+            [(pictures,question) for question in batch],
+            max_new_tokens,
+            stop,
+            **sampling
+        )
         for question,reply in zip(batch, replies):
             text = str(reply)
             if as_json:

@@ -48,8 +48,11 @@ def other_pictures(rows:list[dict])->list[dict]|None: # with decoded `images`; N
         own = row['images'] or []
         mine = {pixels for _,pixels in pool[place:place+len(own)]}
         place += len(own)
-        following = (picture for picture,pixels in pool[place:]+pool[:place]
-            if pixels not in mine)
+        following = (
+            picture
+            for picture,pixels in pool[place:]+pool[:place]
+            if pixels not in mine
+        )
         others.append(row|dict(images=list(islice(following, len(own)))))
     return others
 
@@ -81,8 +84,9 @@ def compare_answers(asker:Asker, rows:list[dict], # with decoded `images`
     if others:
         exchanged = answer_all(asker, questions_of(others), batch_size)
         scores['another picture'] = accuracy(exchanged)
-    guesses = blind_guesses([(result.kind, result.question, result.answer)
-        for result in seen])
+    guesses = blind_guesses(
+        [(result.kind, result.question, result.answer) for result in seen]
+    )
     kinds = []
     right = []
     for guess,result in zip(guesses, seen):
@@ -123,8 +127,10 @@ def exact_match(rows:Any, batch_size:int=128)->Judge: # as `train` takes them; q
 
 # %% ../../nbs/56_answers.look.ipynb #31a00011
 # column -> how its answers are had
-_WITHOUT_LOOKING = {'another picture':'about the picture of another row',
-    'blind guess':'by always giving the commonest answer'}
+_WITHOUT_LOOKING = {
+    'another picture':'about the picture of another row',
+    'blind guess':'by always giving the commonest answer'
+}
 
 def verdict(scores:dict[str,dict])->str: # from `compare_answers`; '': the answers beat both others
     "Returns what is wrong with the answers, in a sentence."
@@ -138,8 +144,10 @@ def verdict(scores:dict[str,dict])->str: # from `compare_answers`; '': the answe
     if right==count:
         return (f'{count} questions are too few to tell whether the model uses its pictures: all are '
             f'right, and {rival} {_WITHOUT_LOOKING[best]}; set more rows aside (val_size)')
-    text = (f'the answers do not beat guessing: {right} of {count} are right, and {rival} '
-        f'{_WITHOUT_LOOKING[best]} (a difference of up to {chance:.0f} is chance)')
+    text = (
+        f'the answers do not beat guessing: {right} of {count} are right, and {rival} '
+        f'{_WITHOUT_LOOKING[best]} (a difference of up to {chance:.0f} is chance)'
+    )
     helped,pairs = scores.get('picture helps', {}).get('all', (0,0))
     if helped-pairs/2<=sqrt(pairs): return text
     return (f'{text}. Yet the pictures count: in {helped} of {pairs} questions the right answer is likelier '
@@ -176,11 +184,14 @@ def _mean_patch(asker, result): # of a question with a picture or more
 def probe(asker:Asker, train_rows:list, rows:list, # samples with decoded `images`: to learn from; held out
 )->dict: # kind of question, or 'all' -> (right, asked), of questions about pictures
     "Returns how many answers a logistic regression for each question finds from the tower's features alone."
-    require(find_spec('sklearn'),
-        'a linear probe needs scikit-learn: pip install scikit-learn')
+    require(
+        find_spec('sklearn'),
+        'a linear probe needs scikit-learn: pip install scikit-learn'
+    )
     from sklearn.linear_model import LogisticRegression # only here
-    known,asked = (questions_of(row for row in part if row['images'])
-        for part in (train_rows,rows))
+    known,asked = (
+        questions_of(row for row in part if row['images']) for part in (train_rows,rows)
+    )
     for question in {result.question for result in asked}:
         learn = [result for result in known if result.question==question]
         answers = [result.answer for result in learn]
@@ -215,10 +226,16 @@ def look_at_checkpoint(checkpoint:str|Path, # or a run, or a hub id
     if not config:
         raise UsageError(f'{checkpoint} is of no run: give a file with --config')
     _,cfg = load_yaml(config, given=None) # data is read alone
-    cfg = evolve(cfg, val_workers=0, num_workers=0, cache_features=False,
-        custom_transforms=[])
-    val = held_out_loader(cfg, asker.model.cfg, asker.tokenizer, Path(config).parent,
-        type(asker.model).processor)
+    cfg = evolve(
+        cfg, val_workers=0, num_workers=0, cache_features=False, custom_transforms=[]
+    )
+    val = held_out_loader(
+        cfg,
+        asker.model.cfg,
+        asker.tokenizer,
+        Path(config).parent,
+        type(asker.model).processor
+    )
     count = rows or cfg.ask_samples or TrainConfig.ask_samples
     held_out = held_out_rows(val, count, asker.model.cfg)
     require(held_out,

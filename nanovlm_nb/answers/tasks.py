@@ -58,8 +58,9 @@ def _read_result(path:Path)->dict[str,float]: # figures by name, as they are log
     "Returns the figures of a result file; raises a ValueError if it holds something else."
     values = json.loads(path.read_text(encoding='utf-8'), parse_int=float)
     results = values.get('results') if isinstance(values, dict) else None
-    if not isinstance(results, dict) or not all(isinstance(v, float)
-        for v in results.values()):
+    if not isinstance(results, dict) or not all(
+        isinstance(v, float) for v in results.values()
+    ):
         raise ValueError('expected {"results": {name: number}}')
     return {f'lmms_eval/{k}':v for k,v in results.items()}
 
@@ -91,8 +92,10 @@ def task_names(tasks:str)->list[str]: # separated by commas; stripped, no empty 
     stems = set()
     for name in filter(None, map(str.strip, tasks.split(','))):
         stem = Path(name).stem if name.endswith('.parquet') else name
-        require(stem not in stems,
-            f'two tasks are called {stem}: leave one out, or rename its file')
+        require(
+            stem not in stems,
+            f'two tasks are called {stem}: leave one out, or rename its file'
+        )
         names.append(name)
         stems.add(stem)
     return names
@@ -230,10 +233,13 @@ class NanoVLM(lmms):
         prompts:str=PROMPTS[0], # how benchmarks are asked
     ):
         super().__init__()
-        require((pretrained is None)!=(asker is None),
-            'give a checkpoint: --model_args pretrained=DIR')
-        require(prompts in PROMPTS,
-            f"prompts is {prompts!r}: give {' or '.join(PROMPTS)}")
+        require(
+            (pretrained is None)!=(asker is None),
+            'give a checkpoint: --model_args pretrained=DIR'
+        )
+        require(
+            prompts in PROMPTS, f"prompts is {prompts!r}: give {' or '.join(PROMPTS)}"
+        )
         if device is None and torch.cuda.is_available():
             device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
         if pretrained is not None:
@@ -270,9 +276,9 @@ class NanoVLM(lmms):
             if plain:
                 stop = [*filter(None, _flat(options.get('until')))]
             longest = int(options.get('max_new_tokens') or self.max_new_tokens)
-            pieces = replace(self.asker, numbered=plain).stream(questions, longest,
-                stop,
-                shorten=True)
+            pieces = replace(self.asker, numbered=plain).stream(
+                questions, longest, stop, shorten=True
+            )
             for place,text in zip(part, map(''.join, zip(*pieces))):
                 answers[place] = text.strip() if plain else text
         return answers
@@ -290,8 +296,9 @@ class NanoVLM(lmms):
             turns.append((pictures, question, str(answer).strip()))
         losses = []
         for start in range(0, len(turns), self.batch_size):
-            losses += map(wrapped,
-                answer_losses(self.asker, turns[start:start+self.batch_size]))
+            losses += map(
+                wrapped, answer_losses(self.asker, turns[start:start+self.batch_size])
+            )
         return losses
 
     def generate_until_multi_round(self, requests:list)->None: # of a task in several rounds
@@ -302,29 +309,39 @@ class NanoVLM(lmms):
 def manifest(): # a `ModelManifest` of lmms-eval
     "Returns what the entry point `lmms_eval.models` gives: the name of the model and where its class is."
     from lmms_eval.models.registry_v2 import ModelManifest
-    return ModelManifest('nanovlm_nb',
-        simple_class_path='nanovlm_nb.answers.tasks.NanoVLM')
+    return ModelManifest(
+        'nanovlm_nb', simple_class_path='nanovlm_nb.answers.tasks.NanoVLM'
+    )
 
 # %% ../../nbs/58_answers.tasks.ipynb #728a6bc3
-_ROW = datasets.Features(dict(images=datasets.List(datasets.Image()),
-    texts=datasets.List(dict(user=datasets.Value('string'),
-        assistant=datasets.Value('string'))),
-    kinds=datasets.List(datasets.Value('string')), source=datasets.Value('string')))
+_ROW = datasets.Features(
+    dict(
+        images=datasets.List(datasets.Image()),
+        texts=datasets.List(
+            dict(user=datasets.Value('string'), assistant=datasets.Value('string'))
+        ),
+        kinds=datasets.List(datasets.Value('string')),
+        source=datasets.Value('string')
+    )
+)
 
 def _shape_questions(n:int)->list[dict]: # scenes, one to four questions each; rows with one
     "Returns the questions about held-out scenes."
     questions = []
     for row in shapes_dataset(n, 'validation'):
         for text,kind in zip(row['texts'], row['kinds']):
-            questions.append(dict(images=row['images'], texts=[text], kinds=[kind],
-                source='shapes'))
+            questions.append(
+                dict(images=row['images'], texts=[text], kinds=[kind], source='shapes')
+            )
     return questions
 
 # %% ../../nbs/58_answers.tasks.ipynb #728a6bc4
 def digit_pictures(n:int|None=None)->list[tuple[Image.Image,int]]: # None: all 1,797
     "Returns scikit-learn's handwritten digits, grey pictures of 8 x 8 pixels, in their order."
-    require(find_spec('sklearn'),
-        'the digits come with scikit-learn: pip install scikit-learn')
+    require(
+        find_spec('sklearn'),
+        'the digits come with scikit-learn: pip install scikit-learn'
+    )
     from sklearn.datasets import load_digits # only here
     data = load_digits()
     pictures = map(Image.fromarray, (data.images*255/16).round().astype(np.uint8))
@@ -336,8 +353,14 @@ def _digit_questions(n:int|None)->list[dict]: # see `digit_pictures`; rows with 
     questions = []
     for picture,digit in digit_pictures(n):
         texts = [dict(user='Which digit is this?', assistant=str(digit))]
-        questions.append(dict(images=[picture.convert('RGB')], texts=texts,
-            kinds=['digit'], source='digits'))
+        questions.append(
+            dict(
+                images=[picture.convert('RGB')],
+                texts=texts,
+                kinds=['digit'],
+                source='digits'
+            )
+        )
     return questions
 
 # %% ../../nbs/58_answers.tasks.ipynb #1d27216b
@@ -352,8 +375,10 @@ def write_tasks(folder:str|Path, # made if needed
 )->Path: # `folder`, for `--include_path`
     "Writes tasks that come with the package."
     folder = Path(folder)
-    require(not folder.is_dir() or not any(folder.iterdir()),
-        f'{folder} is not empty: give a new directory')
+    require(
+        not folder.is_dir() or not any(folder.iterdir()),
+        f'{folder} is not empty: give a new directory'
+    )
     folder.mkdir(parents=True, exist_ok=True)
     for source in (files('nanovlm_nb')/'tasks').iterdir():
         if source.name.endswith('.yaml'):
@@ -371,8 +396,9 @@ def read_rows(path:str|Path, limit:float|None=None)->list[dict]: # below 1 a sha
     if limit is not None:
         count = math.ceil(count*limit) if limit<1 else int(limit)
     if not count: return []
-    rows = datasets.load_dataset('parquet', data_files=str(path), split='train',
-        streaming=True)
+    rows = datasets.load_dataset(
+        'parquet', data_files=str(path), split='train', streaming=True
+    )
     return list(islice(rows, count))
 
 # %% ../../nbs/58_answers.tasks.ipynb #ab49d7f7
@@ -408,20 +434,35 @@ def _through_lmms_eval(asker:Asker, task:str, how:_How)->tuple[dict,dict]|None: 
     "Evaluates a task with lmms-eval; the state of all random generators is restored afterwards."
     from lmms_eval.evaluator import simple_evaluate
     manager = _task_manager(how.include_path)
-    args = Namespace(model=asker.model, tasks=task, process_with_media=True,
-        device=asker.device, **vars(how))
+    args = Namespace(
+        model=asker.model,
+        tasks=task,
+        process_with_media=True,
+        device=asker.device,
+        **vars(how)
+    )
     state = rng_state()
-    require(task in manager.all_tasks, f'lmms-eval has no task {task!r}: '
-        '`python -m lmms_eval --tasks list` shows all, --include_path adds more')
+    require(
+        task in manager.all_tasks,
+        f'lmms-eval has no task {task!r}: '
+        '`python -m lmms_eval --tasks list` shows all, --include_path adds more'
+    )
     model = NanoVLM(asker=asker, batch_size=how.batch_size, prompts=how.prompts)
     launcher = 'accelerate' if how.dist.world_size==1 else 'torchrun'
     try:
-        output = simple_evaluate(model=model, tasks=[task], limit=how.limit,
+        output = simple_evaluate(
+            model=model,
+            tasks=[task],
+            limit=how.limit,
             batch_size=how.batch_size,
-            device=str(asker.device), task_manager=manager, log_samples=False,
+            device=str(asker.device),
+            task_manager=manager,
+            log_samples=False,
             bootstrap_iters=0,
-            cli_args=args, process_docs_parallel=1,
-            distributed_executor_backend=launcher)
+            cli_args=args,
+            process_docs_parallel=1,
+            distributed_executor_backend=launcher
+        )
     finally: set_rng_state(state)
     if not output: return None
     samples = {name:count['effective'] for name,count in output['n-samples'].items()}
@@ -476,8 +517,11 @@ def evaluate_tasks(model:VisionLanguageModel, tasks:str, **how:Any)->dict|None: 
 
 def cli_evaluate(args:Namespace)->dict|None: # `model`, `tasks`, `limit`, `batch_size`, `device`
     "The same, by nanoVLM's name and with its arguments."
-    how = {name:value for name,value in vars(args).items()
-        if name in _How.__dataclass_fields__}
+    how = {
+        name:value
+        for name,value in vars(args).items()
+        if name in _How.__dataclass_fields__
+    }
     return evaluate_tasks(args.model.to(args.device), args.tasks, **how)
 
 # %% ../../nbs/58_answers.tasks.ipynb #0dc413e0
@@ -489,12 +533,15 @@ def _result_before(out:Path|None, head:dict)->dict: # need not be there; see `_r
     known = isinstance(before, dict)
     for key,value in _NOTHING.items():
         known = known and type(before.get(key)) is type(value)
-    require(known,
-        f'--out {out} is not the result of an evaluation: give another --out')
+    require(
+        known, f'--out {out} is not the result of an evaluation: give another --out'
+    )
     def end(path): return Path(str(path)).parts[-2:] # a checkpoint may have been moved with its run
     for key,value in head.items():
-        require(before.get(key)==value or end(before.get(key))==end(value),
-            f'--out {out} holds the result of another evaluation: give another --out')
+        require(
+            before.get(key)==value or end(before.get(key))==end(value),
+            f'--out {out} holds the result of another evaluation: give another --out'
+        )
     return before|head
 
 # %% ../../nbs/58_answers.tasks.ipynb #0dc413e1
@@ -521,8 +568,9 @@ def _results_table(values:dict)->str: # what a result file holds; a line for eac
     for name,value in figures.items():
         lines.append(aligned((name, f'{value:.4f}'), (-width, 12)))
     for key in ('samples','prompts'):
-        tasks = ', '.join(f'{Path(task).name} {value}'
-            for task,value in values[key].items())
+        tasks = ', '.join(
+            f'{Path(task).name} {value}' for task,value in values[key].items()
+        )
         lines.append(f"{key}: {tasks or 'none'}")
     return '\n'.join(lines)
 
@@ -547,9 +595,16 @@ def evaluate_checkpoint(checkpoint:str|Path, tasks:str, # or a run, or a hub id;
     opened = Asker.from_checkpoint(checkpoint, device, model=model).model
     with tempfile.TemporaryDirectory() as folder:
         if own: include_path = str(write_tasks(folder, names=own))
-        results,failed = _evaluate_into(opened, tasks, before, path,
+        results,failed = _evaluate_into(
+            opened,
+            tasks,
+            before,
+            path,
             include_path=include_path,
-            prompts=prompts, limit=limit, batch_size=batch_size)
+            prompts=prompts,
+            limit=limit,
+            batch_size=batch_size
+        )
     say(_results_table(results))
     for task,reason in failed.items():
         sys.stderr.write(printable(f'{task} failed: {reason}\n'))

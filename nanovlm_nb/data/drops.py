@@ -26,7 +26,8 @@ class Dropped(Exception):
 
 # %% ../../nbs/17_data.drops.ipynb #b77adc3b
 logger = logging.getLogger(__name__)
-REMEDIES = dict(no_turns='give every row a list of turns with answers in `texts`',
+REMEDIES = dict(
+    no_turns='give every row a list of turns with answers in `texts`',
     bad_row='correct the row, see the layouts in the documentation',
     bad_line='write one JSON object a line, with a picture and a conversation',
     missing_image='put the pictures where the lines say',
@@ -36,7 +37,8 @@ REMEDIES = dict(no_turns='give every row a list of turns with answers in `texts`
     template='give another lm_chat_template, or change the turn',
     too_long='raise max_sample_length',
     unreadable_image='put the pictures where the rows say',
-    unreadable_shard='copy the file again, or give it the columns of the others') # reason -> what helps
+    unreadable_shard='copy the file again, or give it the columns of the others'
+) # reason -> what helps
 
 # %% ../../nbs/17_data.drops.ipynb #d20b5001
 @dataclass

@@ -70,8 +70,10 @@ rows = [dict(image=x['imageId']+'.jpg', question=x['question'], answer=x['answer
 
 def lines_for(whole:dict, name:str)->str: # name of the file; '': none are needed, or known
     "Python that makes a file of rows of an object as COCO, VQAv2 or GQA publish it."
-    first = {key:part[0] if isinstance(part, list) and part else part
-        for key,part in whole.items()}
+    first = {
+        key:part[0] if isinstance(part, list) and part else part
+        for key,part in whole.items()
+    }
     said = first.get('annotations')
     asked = first.get('questions')
     inner = next(iter(first.values()), None)
@@ -91,15 +93,21 @@ def _rows_of(whole, file):
     lines = lines_for(whole, file.name)
     if lines:
         logger.warning('%s has to be joined first, as by these lines:\n%s', file, lines)
-    lists = [rows for rows in whole.values() if isinstance(rows, list) and rows
-        and isinstance(rows[0], dict)]
+    lists = [
+        rows
+        for rows in whole.values()
+        if isinstance(rows, list) and rows and isinstance(rows[0], dict)
+    ]
     named = columns_by_name(tuple(whole))
-    if not lines and (named['texts'] or named['answer'] or named['question']
-        or not lists):
+    if not lines and (
+        named['texts'] or named['answer'] or named['question'] or not lists
+    ):
         return [whole]
-    require(not lines and len(lists) == 1,
+    require(
+        not lines and len(lists) == 1,
         f'{file} is an object with {", ".join([*whole][:5])}, not a list of '
-        'rows: '+('make one of it with the lines above' if lines else 'make one of it'))
+        'rows: '+('make one of it with the lines above' if lines else 'make one of it')
+    )
     return lists[0]
 
 # %% ../../nbs/24_data.files.ipynb #a1700b05
@@ -113,8 +121,9 @@ def _grouped(names, pattern):
 
 def _texts_of_a_kind(parts):
     "The most texts of one ending in a sample."
-    endings = Counter(part.rpartition('.')[2] for part,_ in parts
-        if not names_picture(part))
+    endings = Counter(
+        part.rpartition('.')[2] for part,_ in parts if not names_picture(part)
+    )
     return max(endings.values(), default=0)
 
 def _has_picture(parts):
@@ -145,8 +154,10 @@ def _pairs(folder):
 
 def _pair_row(parts):
     "The row of a sample in a folder; its pictures stay where they are."
-    return _sample((part, file if names_picture(part) else file.read_bytes())
-        for part,file in parts)
+    return _sample(
+        (part, file if names_picture(part) else file.read_bytes())
+        for part,file in parts
+    )
 
 def _table_rows(file):
     "The rows of a table; what separates its fields is seen from its header."
@@ -162,8 +173,10 @@ def _objects(file):
     if file.is_dir(): return _pairs(file).items()
     with _opened(file) as f:
         head = f.read(99).removeprefix(b'\xef\xbb\xbf').lstrip()
-    require(not head.startswith((b'\xff\xfe', b'\xfe\xff')),
-        f'{file} is UTF-16: save it as UTF-8')
+    require(
+        not head.startswith((b'\xff\xfe', b'\xfe\xff')),
+        f'{file} is UTF-16: save it as UTF-8'
+    )
     start = head[:1]
     if ending(file) in ('.csv', '.tsv'):
         return enumerate(_table_rows(file), 1)
@@ -185,8 +198,10 @@ def _parse_columns(columns, has):
         ours,_,theirs = text.partition('=')
         require(ours in kinds and theirs,
             f'columns holds {text!r}: give image, question, answer or messages, "=", a name')
-        require(theirs in has,
-            f'columns {text}: there is no `{theirs}`, the columns are {", ".join(has)}')
+        require(
+            theirs in has,
+            f'columns {text}: there is no `{theirs}`, the columns are {", ".join(has)}'
+        )
         found.setdefault(kinds[ours], []).append(theirs)
     called = {}
     for kind,named in found.items():
@@ -201,8 +216,11 @@ def renamed(columns:Sequence[str], has:Sequence[str])->dict[str,str]: # such as 
     kinds = {re.sub(r'_\d+$', '', name) for name in chosen.values()}
     replaced:set[str] = set()
     for kind in kinds: replaced.update(*groups[kind])
-    return {name:chosen.get(name, name) for name in has if name in chosen
-        or name not in replaced}
+    return {
+        name:chosen.get(name, name)
+        for name in has
+        if name in chosen or name not in replaced
+    }
 
 # %% ../../nbs/24_data.files.ipynb #97573cc0
 def rename(row:dict, columns:Sequence[str])->dict: # a row; such as `image=photo`
@@ -233,8 +251,10 @@ def read_object(row:dict, columns:Sequence[str]=(), # of any layout; see `rename
     unread:set[str]|None=None)->dict: # gets the columns that nothing reads
     "A row in our columns; a ValueError says why it cannot be used."
     require(isinstance(row, dict), f'it is {row!r:.60}: {GIVE}')
-    require(None not in row,
-        'it has more fields than the header: put quotes around a text with commas')
+    require(
+        None not in row,
+        'it has more fields than the header: put quotes around a text with commas'
+    )
     row = rename(row, columns)
     pictures,texts = read_layout(row, folders, bool(columns), unread)
     images = [as_picture(picture) for picture in pictures] if folders is None else pictures
@@ -277,9 +297,11 @@ def mapped(file:str|Path, kind:str, make:Callable[[],pa.Table])->pa.Table: # nam
         with pa.ipc.new_file(sink, table.schema) as writer:
             writer.write_table(table)
         with suppress(OSError):
-            write_atomic(place,
+            write_atomic(
+                place,
                 sink.getvalue()+zlib.crc32(sink.getvalue()).to_bytes(4, 'big'),
-                str(os.getpid()))
+                str(os.getpid())
+            )
     return table
 
 # %% ../../nbs/24_data.files.ipynb #7b3d1c03
@@ -298,8 +320,9 @@ def _line_places(file):
     blank = np.isin(data[starts], _BLANKS)
     for i in np.flatnonzero(blank):
         blank[i] = not data[starts[i]:starts[i]+sizes[i]].tobytes().strip()
-    return pa.table(dict(start=starts[~blank], size=sizes[~blank],
-        number=np.flatnonzero(~blank)+1))
+    return pa.table(
+        dict(start=starts[~blank], size=sizes[~blank], number=np.flatnonzero(~blank)+1)
+    )
 
 def _places(file):
     "Where the rows of a file stand that names its pictures; if it has no plain lines, the rows themselves."
@@ -314,8 +337,12 @@ def _places(file):
     for number,row in rows:
         numbers.append(str(number))
         packed.append(pickle.dumps(row))
-    return pa.table(dict(number=pa.array(numbers, pa.string()),
-        row=pa.array(packed, pa.large_binary())))
+    return pa.table(
+        dict(
+            number=pa.array(numbers, pa.string()),
+            row=pa.array(packed, pa.large_binary())
+        )
+    )
 
 # %% ../../nbs/24_data.files.ipynb #a8807ea8
 def _is_saved(folder):
@@ -438,9 +465,11 @@ def text_rows(path:str|Path, images_path:str|Path|None=None, # files; pictures, 
 def _log_aside(folder, files):
     "Name the files of a folder that are left aside, because others are read."
     pictures = {f.stem for f in Path(folder).iterdir() if names_picture(f.name)}
-    aside = [f.name for f in sorted(Path(folder).iterdir())
-             if ending(f) in (*LINES, *FILES) and f not in files
-             and f.stem not in pictures]
+    aside = [
+        f.name
+        for f in sorted(Path(folder).iterdir())
+        if ending(f) in (*LINES, *FILES) and f not in files and f.stem not in pictures
+    ]
     if aside:
         logger.warning('%s: left aside, beside %s: %s', folder, files[0].name, aside)
 
@@ -459,13 +488,15 @@ def _has_data(folder, where):
 # %% ../../nbs/24_data.files.ipynb #d1a20164
 def local_configs(path:str|Path)->list[str]: # subfolders with data, in natural order
     "Configurations of a local data set; none if it has files itself, or folders for splits."
-    found = [p.name for p in Path(path).iterdir() if p.is_dir()
-        and _has_data(p, '**/*')]
+    found = [
+        p.name for p in Path(path).iterdir() if p.is_dir() and _has_data(p, '**/*')
+    ]
     if _has_data(Path(path), '*') or _SPLITS & {*found}:
         return []
     def natural(name):
-        return [int(part) if part.isdigit() else part
-            for part in re.split(r'(\d+)', name)]
+        return [
+            int(part) if part.isdigit() else part for part in re.split(r'(\d+)', name)
+        ]
     return sorted(found, key=natural)
 
 # %% ../../nbs/24_data.files.ipynb #a6a531f2
@@ -504,7 +535,8 @@ def _found(path, split, cache_dir, streaming, **more):
     if hasattr(builder.config, 'fragment_scan_options'):
         builder.config.batch_size = READ_ROWS
         builder.config.fragment_scan_options = ParquetFragmentScanOptions(
-            use_buffered_stream=True, buffer_size=_READ_BYTES, pre_buffer=False)
+            use_buffered_stream=True, buffer_size=_READ_BYTES, pre_buffer=False
+        )
     return builder.as_streaming_dataset(split=split)
 
 # %% ../../nbs/24_data.files.ipynb #18fe4b8b
@@ -537,11 +569,14 @@ def _features(files:Iterable[Path])->datasets.Features|None:
         footer = parquet_footer(file)
         if footer is None:
             continue # damaged: it will be named when it is read
-        largest = max(largest,
-            (footer.num_rows//max(footer.num_row_groups, 1), str(file)))
+        largest = max(
+            largest, (footer.num_rows//max(footer.num_row_groups, 1), str(file))
+        )
         schema = footer.schema.to_arrow_schema()
-        require(len({*schema.names}) == len(schema),
-            f'{file} has two columns of a name: {schema.names}')
+        require(
+            len({*schema.names}) == len(schema),
+            f'{file} has two columns of a name: {schema.names}'
+        )
         schemas[schema.serialize().to_pybytes()] = schema
     if largest[0] > _GROUP_ROWS:
         logger.warning('%s has row groups of %s rows: a stream that is resumed within one reads it from its '
@@ -560,8 +595,10 @@ def _data_files(folder, split):
     files = [f for f in sorted(folder.rglob('*')) if f.is_file()]
     for kind in ('.parquet', '.arrow'):
         data = [f for f in files if ending(f) == kind]
-        words = {f:re.split(r'[\W\d_]+', f.relative_to(folder).as_posix().lower())
-            for f in data}
+        words = {
+            f:re.split(r'[\W\d_]+', f.relative_to(folder).as_posix().lower())
+            for f in data
+        }
         chosen = [f for f in data if split in words[f]]
         if not chosen:
             chosen = [f for f in data if not _SPLITS & {*words[f]}]
@@ -583,9 +620,11 @@ def _plain_parquet(folder):
 def _files(path, split, cache_dir, streaming):
     "The rows of one file, or of a folder that `datasets` can read."
     if path.is_file():
-        require(ending(path) in FILES,
+        require(
+            ending(path) in FILES,
             f'{path} is no data set: give a file that ends in '
-            f'{", ".join((*FILES, *LINES))}, a folder of such files or a hub name')
+            f'{", ".join((*FILES, *LINES))}, a folder of such files or a hub name'
+        )
         plain = [str(path)] if path.suffix == '.parquet' else []
         features = _features(map(Path, plain))
         more = dict(path=FILES[ending(path)], data_files={split: str(path)})
@@ -593,12 +632,14 @@ def _files(path, split, cache_dir, streaming):
         parquet = (f for f in path.rglob('*.parquet') if f.is_file())
         features = _features(parquet)
         plain = _plain_parquet(path) if split == 'train' else []
-        more = dict(path=str(path.resolve()), features=features)|_data_files(path,
-            split)
+        more = dict(path=str(path.resolve()), features=features)|_data_files(
+            path, split
+        )
     if plain and streaming: # `datasets` would look through the folder for each way to name a split
         files = DataFilesDict({split: DataFilesList(plain, [])})
-        more = dict(path=_Parquet(cache_dir=cache_dir, data_files=files,
-            features=features))
+        more = dict(
+            path=_Parquet(cache_dir=cache_dir, data_files=files, features=features)
+        )
     return _found(more.pop('path'), split, cache_dir, streaming, **more)
 
 # %% ../../nbs/24_data.files.ipynb #17c0a007
@@ -649,8 +690,9 @@ def _sample_places(file):
         columns['starts'].append([places[i][0] for _,i in parts])
         columns['sizes'].append([places[i][1] for _,i in parts])
     types = pa.string(),pa.int64(),pa.int64()
-    made = [pa.array(column, pa.list_(kind))
-        for column,kind in zip(columns.values(), types)]
+    made = [
+        pa.array(column, pa.list_(kind)) for column,kind in zip(columns.values(), types)
+    ]
     return pa.table(made, [*columns], metadata=dict(damage=damage))
 
 def _unpacked(path, compression):
@@ -698,8 +740,12 @@ class _Tar(Sequence):
 
     def __getitem__(self, i:Any)->Any:
         file,places = self.opened()
-        return _row_of(partial(self.parsed, file, _at(places, i)), self.columns,
-            self.folders, self.unread)
+        return _row_of(
+            partial(self.parsed, file, _at(places, i)),
+            self.columns,
+            self.folders,
+            self.unread
+        )
 
     def parsed(self, file:IO[bytes], place:dict)->dict: # a row of `_sample_places`
         "The sample that lies there, in columns of its own."
@@ -715,9 +761,12 @@ def _of_tars(path, streaming, columns, folders):
     files = [*map(str, _tars(path))]
     packed = [file for file in files if not file.endswith('.tar')]
     if packed:
-        logger.warning('%s is compressed, and can only be read from its beginning: such tars are '
-            'unpacked once into %s, plain ones are not', packed[0],
-            datasets.config.HF_DATASETS_CACHE)
+        logger.warning(
+            '%s is compressed, and can only be read from its beginning: such tars are '
+            'unpacked once into %s, plain ones are not',
+            packed[0],
+            datasets.config.HF_DATASETS_CACHE
+        )
     rows = Parts([_Tar(file, columns, folders) for file in files])
     if not streaming:
         for tar in rows.parts:
@@ -742,12 +791,17 @@ def _under_names(ds, names):
     "A data set under other names of its columns; a stream stays one of tables, so no picture is decoded."
     if isinstance(ds, datasets.Dataset):
         old = ds.column_names
-        return ds.rename_columns({theirs:ours for theirs,ours in zip(old, names)
-            if theirs != ours})
+        return ds.rename_columns(
+            {theirs:ours for theirs,ours in zip(old, names) if theirs != ours}
+        )
     features = datasets.Features(zip(names, ds.features.values()))
-    return ds.with_format('arrow').map(_renamed_table, batched=True,
-        batch_size=READ_ROWS, features=features,
-        fn_kwargs=dict(names=names))
+    return ds.with_format('arrow').map(
+        _renamed_table,
+        batched=True,
+        batch_size=READ_ROWS,
+        features=features,
+        fn_kwargs=dict(names=names)
+    )
 
 def _conform(ds:Any, name:str, where:str='the rows', # its `source`, if it has none; for messages
     columns:Sequence[str]=(), folders:Folders=None)->Any: # see `rename`; of pictures that are named
@@ -798,8 +852,11 @@ def picture_folders(path:str|Path, name:str='default',
     if not folder.is_file():
         files = [f for f in folder.rglob('*') if ending(f) in FILES]
     others = _SPLITS-{'train'}
-    parents = {f.parent for f in files
-        if not others & {*f.relative_to(folder.parent).parts[1:]}}
+    parents = {
+        f.parent
+        for f in files
+        if not others & {*f.relative_to(folder.parent).parts[1:]}
+    }
     places = []
     for parent in sorted(parents or {folder}):
         places += [str(parent/'images'), str(parent)]
@@ -838,13 +895,15 @@ def unread_columns(path:str|Path, name:str, images_path:str|Path|None=None, # se
     unread = set[str]()
     places = picture_folders(path, name, images_path)
     if text_files(folder) or _tars(folder):
-        rows = load_config(path, name, streaming=True, columns=columns,
-            images_path=images_path)
+        rows = load_config(
+            path, name, streaming=True, columns=columns, images_path=images_path
+        )
         unread = _look(rows, path)
     else:
         rows = head_rows(load_config(path, name, streaming=True, as_stored=True))
-        _,unread = columns_read([rename(row, columns) for row in rows], name, places,
-            bool(columns))
+        _,unread = columns_read(
+            [rename(row, columns) for row in rows], name, places, bool(columns)
+        )
     return unread-{column.partition('=')[2] for column in columns}
 
 # %% ../../nbs/24_data.files.ipynb #9a00b28d
@@ -876,11 +935,19 @@ def load_configs(path:str|Path, names:Sequence[str]=('default',), **how)->dict: 
             cause = e
             if isinstance(e, DatasetsError) and e.__cause__:
                 cause = e.__cause__ # what it is, not where
-            logger.warning('skipped data set %s of %s: %s: %s', name, path,
-                type(cause).__name__, cause)
+            logger.warning(
+                'skipped data set %s of %s: %s: %s',
+                name,
+                path,
+                type(cause).__name__,
+                cause
+            )
             why.append(f'{name}: {cause}'.strip().split('\n')[0])
-    require(data, f'No valid datasets were loaded. Check train_dataset_path={path} '
-        f'and train_dataset_name={list(names)}: '+'; '.join(why))
+    require(
+        data,
+        f'No valid datasets were loaded. Check train_dataset_path={path} '
+        f'and train_dataset_name={list(names)}: '+'; '.join(why)
+    )
     return data
 
 # %% ../../nbs/24_data.files.ipynb #29d70011
@@ -913,8 +980,10 @@ def own_rows(rows, # list, generator, DataFrame or data set of dictionaries or (
         rows = []
         for record in records:
             rows.append({name:_plain(value) for name,value in record.items()})
-    require(isinstance(rows, Iterable) and not isinstance(rows, (str, bytes, dict)),
-        f'rows are a {type(rows).__name__}: give a list, a generator or a table')
+    require(
+        isinstance(rows, Iterable) and not isinstance(rows, (str, bytes, dict)),
+        f'rows are a {type(rows).__name__}: give a list, a generator or a table'
+    )
     own = [_own_row(row, i, columns, keep) for i,row in enumerate(rows)]
     require(own, 'there are no rows: give one or more')
     return own

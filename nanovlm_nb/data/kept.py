@@ -143,7 +143,8 @@ def _read_kept(file:Path)->datasets.Dataset:
 # %% ../../nbs/26_data.kept.ipynb #19a1c0a3
 def loaders_of(train_cfg:TrainConfig, run_dir:Path)->Callable: # see `get_dataloaders`
     "What makes the loaders of a run, also if it was given its rows in Python."
-    if train_cfg.train_dataset_path!=OWN_ROWS: return get_dataloaders
+    if train_cfg.train_dataset_path!=OWN_ROWS:
+        return get_dataloaders
     rows = _read_kept(kept_rows(run_dir))
     file = kept_file(run_dir, KEPT_HELD_OUT)
     if file:

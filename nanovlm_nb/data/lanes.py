@@ -93,8 +93,11 @@ def _open_window(lane:Lane, rows:Iterator, end:Any, before:int)->Iterator[_Windo
                 with naming(row['id']): plan = lane.samples.plan_row(row)
             if lane.plans is not None: lane.plans[place] = plan
             if plan.tiles>most:
-                raise Dropped(plan.id, 'too_many_tiles',
-                    f'{plan.tiles} tiles, a pack holds {most}')
+                raise Dropped(
+                    plan.id,
+                    'too_many_tiles',
+                    f'{plan.tiles} tiles, a pack holds {most}'
+                )
             window.items.append((plan, row['images']))
             tokens += plan.tokens
             if plan.cut: window.cut[plan.id] = plan.cut
@@ -113,8 +116,9 @@ class LaneState(NamedTuple):
 def _take_order(tiles:list[int], first:int, seed:int, epoch:int)->list[int]: # update that takes the first
     "Indices of a window's packs, ordered so that all lanes take similar ones at the same update."
     left = sorted(range(len(tiles)), key=lambda g: (tiles[g], g))
-    quantiles = [random.Random(f'{seed}/{epoch}/{first+j}').random()
-        for j in range(len(tiles))]
+    quantiles = [
+        random.Random(f'{seed}/{epoch}/{first+j}').random() for j in range(len(tiles))
+    ]
     return [left.pop(int(q*len(left))) for q in quantiles]
 
 # %% ../../nbs/23_data.lanes.ipynb #f940efed
@@ -127,14 +131,17 @@ def plan_packs(lane:Lane, items:list[tuple], state:LaneState)->list[list[tuple]]
     tokens = [plan.tokens for plan,_ in items]
     images = [plan.images for plan,_ in items]
     tiles = [plan.tiles for plan,_ in items]
-    groups = balanced_greedy_knapsack(tokens, images, rules.length, rules.max_images,
-        tiles, rules.max_tiles)
+    groups = balanced_greedy_knapsack(
+        tokens, images, rules.length, rules.max_images, tiles, rules.max_tiles
+    )
     if rules.shuffle:
         totals = []
         for group in groups:
             totals.append(sum(tiles[i] for i in group))
-        groups = [groups[g]
-            for g in _take_order(totals, state.before, rules.seed, state.epoch)]
+        groups = [
+            groups[g]
+            for g in _take_order(totals, state.before, rules.seed, state.epoch)
+        ]
     packs = []
     for group in groups:
         packs.append([items[i] for i in group])
@@ -154,8 +161,9 @@ class _Reader(Iterator):
     def __next__(self)->tuple: # position after it, row
         lane = self.lane
         if self.rows is None:
-            self.rows = lane.source.rows_of(lane.number, lane.lanes, self.epoch,
-                self.at)
+            self.rows = lane.source.rows_of(
+                lane.number, lane.lanes, self.epoch, self.at
+            )
         self.at,row = next(self.rows)
         return self.at,row
 
@@ -205,8 +213,13 @@ def packs_of(lane:Lane, state:LaneState=LaneState())->Iterator[dict]: # as of `p
                     samples.append(lane.samples.finish(plan, pictures, chance))
             except Dropped as d:
                 drops.append(d.args) # its place is padding
-        news = dict(lane=lane.number, state=list(state), drops=drops, cut=cut,
-            done=members is None)
+        news = dict(
+            lane=lane.number,
+            state=list(state),
+            drops=drops,
+            cut=cut,
+            done=members is None
+        )
         made = pack(samples, rules.length, rules.pad_id, *slots)|news
         yield made
     while True: yield made

@@ -70,8 +70,11 @@ def _check_state(state:dict, now:dict)->None: # a saved one, and that of the loa
             found = now[part].get(name)
             if was!=found:
                 changed.append(f'{part}.{name} was {was!r}, is {found!r}')
-    require(not changed, f"the order of the packs has changed: {'; '.join(changed)}. "
-        f'Set them as they were, or {later}')
+    require(
+        not changed,
+        f"the order of the packs has changed: {'; '.join(changed)}. "
+        f'Set them as they were, or {later}'
+    )
     missing = now['states'].keys()-state['states'].keys()
     require(not missing,
         f'the state lacks lanes {sorted(map(int, missing))}: merge the states of all ranks')
@@ -166,8 +169,9 @@ class PackLoader(Loader):
                 if shapes and self.pin_memory and not tiles.is_pinned():
                     tiles = tiles.pin_memory()
                 stacks = tiles.split([shape.numel() for shape in shapes]) if shapes else []
-                p['images'] = [stack.unflatten(0, shape)
-                    for stack,shape in zip(stacks, shapes)]
+                p['images'] = [
+                    stack.unflatten(0, shape) for stack,shape in zip(stacks, shapes)
+                ]
                 for args in p['drops']: self.drops.add(Dropped(*args))
                 self.drops.cut.update(p['cut'])
             if all(p['done'] for p in turn): return
@@ -214,9 +218,14 @@ class PackLoader(Loader):
     def state_dict(self)->dict: # JSON-able; this rank's lanes
         "The positions of the lanes, and what they depend on."
         states = {str(lane.number):list(s) for lane,s in zip(self.lanes, self.states)}
-        return dict(lanes=self.n, epoch=self.epoch, rules=asdict(self.rules),
+        return dict(
+            lanes=self.n,
+            epoch=self.epoch,
+            rules=asdict(self.rules),
             source=self.source.describe(),
-                    samples=_sizes_of(self.samples), states=states)
+            samples=_sizes_of(self.samples),
+            states=states
+        )
 
     def load_state_dict(self, state:dict)->None: # of this rank, or of all ranks (`merge_states`)
         "Go on from saved positions; an error if the order of the packs would not be the same."
@@ -225,8 +234,9 @@ class PackLoader(Loader):
         for lane in self.lanes: lane.rules = self.rules
         _check_state(state, self.state_dict())
         self.epoch = state['epoch']
-        self.states = [LaneState(*state['states'][str(lane.number)])
-            for lane in self.lanes]
+        self.states = [
+            LaneState(*state['states'][str(lane.number)]) for lane in self.lanes
+        ]
 
 # %% ../../nbs/25_data.loader.ipynb #b71f00d4
 def pack_workers(loader:PackLoader)->DataLoader: # packs of this rank's lanes in turn
@@ -243,9 +253,16 @@ def pack_workers(loader:PackLoader)->DataLoader: # packs of this rank's lanes in
     alone = joins if loader.batch_size==1 else None # its layout need not wait for others
     packs = _LaneDataset(loader.lanes, loader.states, alone)
     ahead = max(2, turns) if n else None
-    return DataLoader(packs, batch_size=None, collate_fn=copy, num_workers=n,
-        worker_init_fn=seed_worker, pin_memory=loader.pin_memory, prefetch_factor=ahead,
-        generator=torch.Generator().manual_seed(loader.rules.seed))
+    return DataLoader(
+        packs,
+        batch_size=None,
+        collate_fn=copy,
+        num_workers=n,
+        worker_init_fn=seed_worker,
+        pin_memory=loader.pin_memory,
+        prefetch_factor=ahead,
+        generator=torch.Generator().manual_seed(loader.rules.seed)
+    )
 
 # %% ../../nbs/25_data.loader.ipynb #b9c3f325
 def load_tokenizer(vlm_cfg:VLMConfig)->PreTrainedTokenizerBase: # its ids agree with the config
@@ -255,8 +272,9 @@ def load_tokenizer(vlm_cfg:VLMConfig)->PreTrainedTokenizerBase: # its ids agree 
     if cfg.lm_tokenizer!='shapes':
         made = get_tokenizer(cfg.lm_tokenizer, extra, cfg.lm_chat_template)
     else:
-        made = shapes_tokenizer(extra, cfg.lm_chat_template or CHAT_TEMPLATE,
-            cfg.lm_base_vocab_size)
+        made = shapes_tokenizer(
+            extra, cfg.lm_chat_template or CHAT_TEMPLATE, cfg.lm_base_vocab_size
+        )
     check_tokenizer(made, cfg)
     return made
 
@@ -287,27 +305,36 @@ _SHAPES_SCENES = 10_000 # scenes of the embedded data set when `data_cutoff_idx`
 
 def _scenes_pair(cfg)->tuple[MapSource,MapSource]: # for training, for validation
     "The embedded data set."
-    require(cfg.val_size<=_SHAPES_SCENES,
+    require(
+        cfg.val_size<=_SHAPES_SCENES,
         f'val_size is {cfg.val_size}: there are {_SHAPES_SCENES} drawn '
-        'scenes for it, lower val_size')
+        'scenes for it, lower val_size'
+    )
     train = shapes_dataset(cfg.data_cutoff_idx or _SHAPES_SCENES, 'train', cfg.seed)
     val = shapes_dataset(max(cfg.val_size, 1), 'validation', cfg.seed)
-    return MapSource(train, cfg.seed),MapSource(val, cfg.seed, limit=cfg.val_size,
-        shuffle=False)
+    return MapSource(train, cfg.seed),MapSource(
+        val, cfg.seed, limit=cfg.val_size, shuffle=False
+    )
 
 # %% ../../nbs/25_data.loader.ipynb #e668c301
 def _training_source(cfg):
     "The source of the data set that a config names."
     path = cfg.train_dataset_path
     stream = cfg.stream_dataset
-    data = load_configs(path, cfg.train_dataset_name, streaming=stream,
+    data = load_configs(
+        path,
+        cfg.train_dataset_name,
+        streaming=stream,
         columns=cfg.columns,
-                        images_path=cfg.images_path)
+        images_path=cfg.images_path
+    )
     kind = StreamSource if stream else MapSource
     found = {name:_folder(path, name) for name in data}
-    folders = {name:picture_folders(path, name, cfg.images_path)
+    folders = {
+        name:picture_folders(path, name, cfg.images_path)
         for name,folder in found.items()
-               if not (text_files(folder) or _tars(folder))} # those have been found
+        if not (text_files(folder) or _tars(folder))
+    } # those have been found
     if cfg.train_dataset_weights:
         return _mixture(cfg, data, kind, folders)
     rows = data if stream or len(data)>1 else [*data.values()][0]
@@ -357,11 +384,20 @@ def make_samples(train_cfg:TrainConfig, vlm_cfg:VLMConfig, # filters and limits;
     processor_of:Callable=image_processor_of)->VQADataset: # how pictures are cut
     "What makes samples of rows, as a config says."
     processor = processor_of(vlm_cfg, tuple(custom_transforms))
-    names = [*(f'{name}_min_rating' for name in RATINGS), 'max_sample_length',
-        'max_images_per_example']
+    names = [
+        *(f'{name}_min_rating' for name in RATINGS),
+        'max_sample_length',
+        'max_images_per_example'
+    ]
     limits = {name:getattr(train_cfg, name) for name in names}
-    return VQADataset(rows, tokenizer, processor, vlm_cfg.mp_image_token_length,
-        **limits, keep_columns=train_cfg.keep_columns)
+    return VQADataset(
+        rows,
+        tokenizer,
+        processor,
+        vlm_cfg.mp_image_token_length,
+        **limits,
+        keep_columns=train_cfg.keep_columns
+    )
 
 # %% ../../nbs/25_data.loader.ipynb #30d19e01
 def pack_loader(source, samples:VQADataset, vlm_cfg:VLMConfig, train_cfg:TrainConfig,
@@ -373,13 +409,28 @@ def pack_loader(source, samples:VQADataset, vlm_cfg:VLMConfig, train_cfg:TrainCo
     # what is asked for is planned as a whole
     lanes = cfg.batch_size*cfg.gradient_accumulation_steps*dist.world_size
     first = max(1, min(FIRST_WINDOW, FIRST_PACKS//lanes)) if most is None else cfg.num_of_sequences
-    rules = PackRules(vlm_cfg.lm_max_length, samples.tokenizer.pad_token_id,
+    rules = PackRules(
+        vlm_cfg.lm_max_length,
+        samples.tokenizer.pad_token_id,
         cfg.max_images_per_knapsack,
-        cfg.max_tiles_per_knapsack, cfg.num_of_sequences, cfg.seed, shuffle, first)
+        cfg.max_tiles_per_knapsack,
+        cfg.num_of_sequences,
+        cfg.seed,
+        shuffle,
+        first
+    )
     pin_memory = dist.device.type=='cuda'
-    return PackLoader(samples, source, rules, cfg.batch_size,
-        cfg.gradient_accumulation_steps, dist,
-                      num_workers, pin_memory, most)
+    return PackLoader(
+        samples,
+        source,
+        rules,
+        cfg.batch_size,
+        cfg.gradient_accumulation_steps,
+        dist,
+        num_workers,
+        pin_memory,
+        most
+    )
 
 # %% ../../nbs/25_data.loader.ipynb #30d19e97
 def random_part(picture:Image.Image, rng:random.Random, least:float)->Image.Image: # of the same size
@@ -392,8 +443,9 @@ def random_part(picture:Image.Image, rng:random.Random, least:float)->Image.Imag
 
 def transforms_of(train_cfg:TrainConfig, own:Sequence[Callable]=())->list[Callable]: # instead of its own
     "How training pictures are changed, each as `transform(picture, rng) -> picture`."
-    transforms = list(own) or [load_function(t, 'custom_transforms')
-        for t in train_cfg.custom_transforms]
+    transforms = list(own) or [
+        load_function(t, 'custom_transforms') for t in train_cfg.custom_transforms
+    ]
     if train_cfg.random_crop:
         transforms.append(partial(random_part, least=train_cfg.random_crop))
     require(not transforms or not train_cfg.cache_features,
@@ -420,9 +472,10 @@ def get_dataloaders(train_cfg:TrainConfig, vlm_cfg:VLMConfig, dist:Dist|None=Non
     train,val = load_sources(cfg, rows, val_rows)
     workers = loader_workers(cfg, cores_of_rank())
     asked = cfg.max_val_batches*cfg.batch_size*dist.world_size
-    return (pack_loader(train, training, vlm_cfg, cfg, dist, True, workers),
-            pack_loader(val, validation, vlm_cfg, cfg, dist, False, cfg.val_workers,
-                asked))
+    return (
+        pack_loader(train, training, vlm_cfg, cfg, dist, True, workers),
+        pack_loader(val, validation, vlm_cfg, cfg, dist, False, cfg.val_workers, asked)
+    )
 
 # %% ../../nbs/25_data.loader.ipynb #63c5131b
 def first_rows(source, n:int, samples:VQADataset|None=None)->list[dict]: # leaves rows out; None: none
@@ -447,5 +500,7 @@ def as_loader(batches:Loader|Iterable[Batch])->Loader: # the same, or a plain `L
     if isinstance(batches, Loader): return batches
     if not hasattr(batches, 'state_dict'):
         return Loader(batches)
-    raise TypeError(f'{type(batches).__name__} has a state, which would be lost: '
-                    'make it a subclass of `lanes.Loader`')
+    raise TypeError(
+        f'{type(batches).__name__} has a state, which would be lost: '
+        'make it a subclass of `lanes.Loader`'
+    )

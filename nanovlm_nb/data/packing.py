@@ -107,7 +107,8 @@ def _choose(pool, sums, load, limits):
     for item, before in zip(reversed(pool), reversed(sums[:-1])):
         n, m, t, _ = item
         bits, _, dense = before
-        if n > load or not (bits>>load-n & 1 if load < dense else _made(before, load-n)): continue
+        if n > load or not (bits>>load-n & 1 if load < dense else _made(before, load-n)):
+            continue
         tilt = (m*most_t+t*most_m)*whole - share*n # above 0: more images and tiles than its size gives it
         if (tilt < 0) == (surplus >= 0) or not (bits>>load & 1 if load < dense else _made(before, load)):
             load -= n
@@ -174,8 +175,9 @@ def balanced_greedy_knapsack(
     max_images:int|None=None, # images that a bin holds; None: any number
     tile_counts:Sequence[int]|None=None, max_tiles:int|None=None)->list[list[int]]: # of each; of a bin
     "Returns which items are in each bin: all of them in few bins of equal size, within all limits."
-    items, limits, least = _items(lengths, image_counts, capacity, max_images,
-        tile_counts, max_tiles)
+    items, limits, least = _items(
+        lengths, image_counts, capacity, max_images, tile_counts, max_tiles
+    )
     groups = _plan(items, limits)
     if len(groups) > least:
         groups = _plan(items[::-1], limits, len(groups)-1) or groups
@@ -211,12 +213,16 @@ def pack(samples:list[dict], # `id`, `input_ids` and `labels` (1-D), `images` (s
         joined[key] = torch.cat([*parts, torch.full((length-n,), fill)])
     _check(samples, image_token_id, per_tile)
     n_targets = [int(x.sum()) for x in (joined['labels'][:n] != IGNORE).split(doc_lens)]
-    return dict(joined, attention_mask=(torch.arange(length) < n).long(),
+    return dict(
+        joined,
+        attention_mask=(torch.arange(length) < n).long(),
         doc_lens=doc_lens,
-        n_targets=n_targets, n_images=[len(s['images']) for s in samples],
+        n_targets=n_targets,
+        n_images=[len(s['images']) for s in samples],
         ids=[s['id'] for s in samples],
         columns=[s.get('columns', {}) for s in samples],
-        images=[*chain(*(s['images'] for s in samples))])
+        images=[*chain(*(s['images'] for s in samples))]
+    )
 
 # %% ../../nbs/21_data.packing.ipynb #d3c26ef1
 class Batch(TypedDict):
@@ -244,9 +250,14 @@ def collate_packs(packs:list[dict], # of one length, from `pack`; one alone may 
     layout = batch['layout'][0] if 'layout' in batch else None
     if layout is None:
         grids = grids_of(batch['images']) if window else ()
-        layout = Layout.of(batch['input_ids'], image_token_id, batch['labels'],
+        layout = Layout.of(
+            batch['input_ids'],
+            image_token_id,
+            batch['labels'],
             doc_lens=batch['doc_lens'],
-            grids=grids, window=window)
+            grids=grids,
+            window=window
+        )
     if pin:
         batch['input_ids'] = batch['input_ids'].pin_memory()
         layout = layout.each(Tensor.pin_memory)
@@ -272,13 +283,26 @@ def _stretches(sizes):
 
 def unpack(batch:Batch)->Iterator[Document]: # row by row; `layout` is not needed
     "The documents of a batch."
-    rows = zip(batch['images'], batch['ids'], batch['n_targets'], batch['doc_lens'],
-        batch['n_images'])
+    rows = zip(
+        batch['images'],
+        batch['ids'],
+        batch['n_targets'],
+        batch['doc_lens'],
+        batch['n_images']
+    )
     for row, (images, ids, targets, lens, counts) in enumerate(rows):
-        for id, n, (start, end), (first, last) in zip(ids, targets, _stretches(lens),
-            _stretches(counts)):
+        for id, n, (start, end), (first, last) in zip(
+            ids, targets, _stretches(lens), _stretches(counts)
+        ):
             span = slice(start, end)
             places = range(first, last)
-            yield Document(id, row, span, places, batch['input_ids'][row, span],
+            yield Document(
+                id,
+                row,
+                span,
+                places,
+                batch['input_ids'][row, span],
                 batch['labels'][row, span],
-                           images[first:last], n)
+                images[first:last],
+                n
+            )

@@ -88,9 +88,16 @@ def neutralise(text:str|None, tokenizer:PreTrainedTokenizerBase|re.Pattern)->str
 # %% ../../nbs/15_data.prompts.ipynb #a1b0c001
 MARK = '<image>' # where a picture belongs in a question
 # of MiniGPT-4, DeepSeek-VL, LMDeploy, Qwen-VL, Llama, Gemma and Pixtral
-_OTHERS = ('<IMAGE>', '<Image>', '<ImageHere>', '<image_placeholder>', '<IMAGE_TOKEN>',
+_OTHERS = (
+    '<IMAGE>',
+    '<Image>',
+    '<ImageHere>',
+    '<image_placeholder>',
+    '<IMAGE_TOKEN>',
     '<|image_pad|>',
-    '<|image|>', '<start_of_image>')
+    '<|image|>',
+    '<start_of_image>'
+)
 _MARKS = re.compile(r'(?:<Img>|<Image>|<\|vision_start\|>)?'
     rf"(?:<\|?image[ _-]?(\d{{1,3}})\|?>|({MARK}(?:[^<>\s]*</image>)?|<img>[^<>]*</img>|"
     rf"{'|'.join(map(re.escape, _OTHERS))}|"
@@ -124,8 +131,9 @@ def number_marks(turns:list[dict], n:int)->tuple[list[dict],int]: # pictures; ma
     numbered = []
     for turn,user,marks in zip(turns, users, found):
         kinds = [_kind(mark) for mark in marks]
-        plain = next((kind for kind in ('<image', *kinds) if kind and kind in kinds),
-            '')
+        plain = next(
+            (kind for kind in ('<image', *kinds) if kind and kind in kinds), ''
+        )
         numbered.append(turn|dict(user=_MARKS.sub(number, user)))
     return numbered, spare
 
@@ -161,8 +169,9 @@ def _places(turns:list[dict], pictures:list[str])->tuple[str,dict[int,str]]: # o
     if numbers != sorted({*numbers}) or not numbers or numbers[-1] >= len(pictures):
         return ''.join(pictures), {}
     ends = [*numbers[1:], len(pictures)] # a picture without a mark follows the one before it
-    return ''.join(pictures[:numbers[0]]), {k:''.join(pictures[k:end])
-        for k,end in zip(numbers, ends)}
+    return ''.join(pictures[:numbers[0]]), {
+        k:''.join(pictures[k:end]) for k,end in zip(numbers, ends)
+    }
 
 def to_messages(tokenizer:PreTrainedTokenizerBase|re.Pattern, # or its `special_pattern`
     texts:list[dict], # turns {'user', 'assistant'}; the last may lack 'assistant'
@@ -179,25 +188,37 @@ def to_messages(tokenizer:PreTrainedTokenizerBase|re.Pattern, # or its `special_
         if inline: head, places = _places(texts, pictures)
     for k,turn in enumerate(texts):
         parts = _NUMBER.split(turn['user']) if places else [turn['user']] # texts, and numbers between them
-        asked = [places[int(part)] if i%2 else neutralise(part, tokenizer)
-            for i,part in enumerate(parts)]
+        asked = [
+            places[int(part)] if i%2 else neutralise(part, tokenizer)
+            for i,part in enumerate(parts)
+        ]
         messages.append(dict(role='user', content=head+''.join(asked)))
         head = '' # it comes before the first question
         if 'assistant' in turn:
-            messages.append(dict(role='assistant',
-                content=neutralise(turn['assistant'], tokenizer)))
+            messages.append(
+                dict(role='assistant', content=neutralise(turn['assistant'], tokenizer))
+            )
         elif k+1 < len(texts):
             raise UsageError(f'turn {k} of {len(texts)} has no answer: only the last may lack one')
     return messages
 
 # %% ../../nbs/15_data.prompts.ipynb #2abb23ce
-_FAILS = (TemplateError, TypeError, ValueError, AttributeError, LookupError,
-    ArithmeticError, RuntimeError,
-    MemoryError)
+_FAILS = (
+    TemplateError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    LookupError,
+    ArithmeticError,
+    RuntimeError,
+    MemoryError
+)
 _MOST_STEPS = 100_000 # of all loops and macros of a chat template, for one conversation
 _BUDGET = f'{{% set steps = namespace(left={_MOST_STEPS}) %}}\n'
-_STEP = ("{% set steps.left = steps.left-1 %}{% if steps.left < 0 %}"
-    "{{ raise_exception('it does not end') }}{% endif SIGN%}")
+_STEP = (
+    "{% set steps.left = steps.left-1 %}{% if steps.left < 0 %}"
+    "{{ raise_exception('it does not end') }}{% endif SIGN%}"
+)
 
 @lru_cache
 def _bounded(template:str)->tuple[str,set[str]]:
@@ -226,8 +247,13 @@ def render_chat(tokenizer:PreTrainedTokenizerBase, messages:list[dict],
         template, names = _bounded(tokenizer.get_chat_template())
         tokens = tokenizer.special_tokens_map # dozens; what the template can see is copied each time
         tokens = {name:tokens[name] for name in names & tokens.keys()}
-        texts, _ = render_jinja_template([messages], chat_template=template,
-            add_generation_prompt=prompt, enable_thinking=False, **tokens)
+        texts, _ = render_jinja_template(
+            [messages],
+            chat_template=template,
+            add_generation_prompt=prompt,
+            enable_thinking=False,
+            **tokens
+        )
         return texts[0]
     except _FAILS as e:
         raise UsageError(f'the chat template fails: {type(e).__name__}: {e}') from e
@@ -250,9 +276,11 @@ def answer_frame(tokenizer:PreTrainedTokenizerBase)->AnswerFrame: # with a chat 
     chat = [dict(role='user', content=q), dict(role='assistant', content=a)]
     text = render_chat(tokenizer, chat)
     prompt = render_chat(tokenizer, chat[:1], prompt=True)
-    require(q in prompt,
+    require(
+        q in prompt,
         'the chat template writes nothing of a message that is one text: give one in '
-        'lm_chat_template that does not want a list of parts')
+        'lm_chat_template that does not want a list of parts'
+    )
     lead, separator, end = text[len(prompt):].partition(a)
     require(text.startswith(prompt) and separator and not lead.strip(),
         'the chat template writes another text before an answer in training than for generation: '
@@ -264,8 +292,9 @@ def answer_frames(tokenizer:PreTrainedTokenizerBase)->list[AnswerFrame]: # of th
     "What a chat template puts around answers; one, if there is no difference."
     last = answer_frame(tokenizer)
     words = ('xzyvd', 'dvyzx', 'yvxdz')
-    chat = [dict(role=r, content=w)
-        for r,w in zip(('user', 'assistant', 'user'), words)]
+    chat = [
+        dict(role=r, content=w) for r,w in zip(('user', 'assistant', 'user'), words)
+    ]
     try:
         _, between, after, *_ = re.split('|'.join(words), render_chat(tokenizer, chat))
     except ValueError:
@@ -284,8 +313,10 @@ def _answer_spans(text:str, messages:list[dict], # rendered; as they were
     for question,answer in zip(messages, messages[1:]):
         if answer['role'] != 'assistant': continue
         # some templates trim
-        asked, said = (dict.fromkeys((m['content'], m['content'].strip()))
-            for m in (question, answer))
+        asked, said = (
+            dict.fromkeys((m['content'], m['content'].strip()))
+            for m in (question, answer)
+        )
         found = [] # -start of the answer, its end: the first is the largest, the longest of them
         for (between,end,lead),q,a in product(frames, asked, said):
             head = q+between
@@ -294,8 +325,10 @@ def _answer_spans(text:str, messages:list[dict], # rendered; as they were
             if start >= 0:
                 found.append((-start, len(head), start+len(head)+len(body)))
         if not found:
-            raise UsageError(f'the chat template changed the turn {answer["content"][:40]!r}: '
-                             'its answer cannot be found')
+            raise UsageError(
+                f'the chat template changed the turn {answer["content"][:40]!r}: '
+                'its answer cannot be found'
+            )
         start, head, cursor = max(found, key=lambda f: (f[0], f[2]))
         spans.append((head-start, cursor))
     return spans
@@ -308,8 +341,9 @@ def encode_chat(tokenizer:PreTrainedTokenizerBase, texts:list[dict], # fast, wit
     "Ids and labels (T,) of a conversation, labels shifted by one and -100 where nothing is learned."
     messages = to_messages(special or tokenizer, texts, pictures, inline)
     text = render_chat(tokenizer, messages)
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True,
-        verbose=False)
+    encoded = tokenizer(
+        text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
+    )
     ids = np.array(encoded['input_ids'], dtype=np.int64)
     chars = np.array(encoded['offset_mapping'], dtype=np.int64).reshape(-1, 2)
     labels = np.full_like(ids, IGNORE)
@@ -325,8 +359,10 @@ def encode_prompt(tokenizer:PreTrainedTokenizerBase, # with a chat template
     pictures:list[str]|str='', start:str='', inline:bool=False)->Tensor: # see `to_messages`; of the answer
     "Ids (T,) of a question, ready for generation."
     if isinstance(texts, str): texts = [dict(user=texts)]
-    require(not texts or 'assistant' not in texts[-1],
-        'the last turn has an answer already: leave its `assistant` out')
+    require(
+        not texts or 'assistant' not in texts[-1],
+        'the last turn has an answer already: leave its `assistant` out'
+    )
     messages = to_messages(tokenizer, texts, pictures, inline)
     text = render_chat(tokenizer, messages, prompt=True).rstrip(' ')+start # spaces are the answer's
     return torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)['input_ids'])

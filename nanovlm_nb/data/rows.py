@@ -40,27 +40,68 @@ def _keep_turns(row:dict, minimums:dict[str,int])->list[dict]: # name of a ratin
 # %% ../../nbs/18_data.rows.ipynb #d1a00002
 # what a row holds -> what it may be called, in small letters; the first that a row fills counts
 LAYOUTS = dict(
-    images=('images', 'image', 'image_bytes', 'file_name', 'picture', 'jpg', 'jpeg',
-        'png', 'webp'),
+    images=(
+        'images',
+        'image',
+        'image_bytes',
+        'file_name',
+        'picture',
+        'jpg',
+        'jpeg',
+        'png',
+        'webp'
+    ),
     texts=('texts', 'messages', 'conversations', 'conversation'),
     question=('question', 'query', 'prompt', 'prefix', 'instruction', 'questions'),
-    answer=('answer', 'answers', 'response', 'completion', 'suffix', 'output',
+    answer=(
+        'answer',
+        'answers',
+        'response',
+        'completion',
+        'suffix',
+        'output',
         'multiple_choice_answer',
-        'direct_answers', 'correct_answer', 'caption', 'captions', 'sentences',
+        'direct_answers',
+        'correct_answer',
+        'caption',
+        'captions',
+        'sentences',
         'sentences_raw',
-        'annotations_captions', 'caption_str', 'reference_strs', 'text', 'txt'),
+        'annotations_captions',
+        'caption_str',
+        'reference_strs',
+        'text',
+        'txt'
+    ),
     options=('options', 'choices', 'multiple_choices'),
-    choice=('choice', 'correct_choice_idx', 'answer_index', 'answer_idx',
-        'correct_index', 'label'),
-    system=('system',), context=('context', 'hint'), input=('input',),
-    history=('history',))
-_ROLES = dict(system='system', developer='system', user='user', human='user',
+    choice=(
+        'choice',
+        'correct_choice_idx',
+        'answer_index',
+        'answer_idx',
+        'correct_index',
+        'label'
+    ),
+    system=('system',),
+    context=('context', 'hint'),
+    input=('input',),
+    history=('history',)
+)
+_ROLES = dict(
+    system='system',
+    developer='system',
+    user='user',
+    human='user',
     assistant='assistant',
-    gpt='assistant', model='assistant') # who speaks -> what a chat template calls it
+    gpt='assistant',
+    model='assistant'
+) # who speaks -> what a chat template calls it
 DESCRIBE = 'Describe the picture.' # what is asked of a picture that has only a caption
 LEFT_OUT = 'left_out' # of a row that was read from a file: the error that says why it cannot be used
-GIVE = ('give image, question and answer, or images and texts, or images and messages; '
-        'other names in columns, as `image=img question=q answer=a`')
+GIVE = (
+    'give image, question and answer, or images and texts, or images and messages; '
+    'other names in columns, as `image=img question=q answer=a`'
+)
 _TEXT = datasets.Value('string')
 _RATED = datasets.List(datasets.Value('float64'))
 FEATURES = datasets.Features(dict(images=datasets.List(datasets.Image()), # how rows of ours are stored
@@ -79,8 +120,9 @@ def _place(column):
 
 def is_caption(column:str)->bool:
     "Whether a column is called like one for captions, of which all are learned."
-    return bool(re.search(r'caption|sentence|^te?xt\d*$|reference_strs',
-        column.lower()))
+    return bool(
+        re.search(r'caption|sentence|^te?xt\d*$|reference_strs', column.lower())
+    )
 
 @lru_cache(maxsize=1024)
 def columns_by_name(columns:tuple[str,...])->dict[str,list[tuple[str,...]]]:
@@ -156,16 +198,22 @@ def _picture_columns(row, groups, others, folders, chosen):
     named = [columns for columns in filled if columns]
     main = max(named, key=evidence) if len(named) > 1 else _filled(row, groups)
     rest = {group:evidence(group) for group in (*named, *others) if group != main}
-    certain = [group for group,sure in rest.items() if sure == 2
-        and not _is_same(row, group, main)]
+    certain = [
+        group
+        for group,sure in rest.items()
+        if sure == 2 and not _is_same(row, group, main)
+    ]
     if len(certain) > 1 or groups:
         certain = [group for group in certain if not _is_id(row, group)]
     if groups:
         if certain and not chosen:
             _refuse(certain[0][0], 'pictures', main or groups[0])
         return main
-    possible = [group for group,sure in rest.items() if sure == 1
-        and not _IS_ID.fullmatch(group[0])]
+    possible = [
+        group
+        for group,sure in rest.items()
+        if sure == 1 and not _IS_ID.fullmatch(group[0])
+    ]
     found = certain or possible
     if not found and folders:
         found = [group for group in others if _is_bare_name(row[group[0]], folders)]
@@ -217,8 +265,9 @@ def _settle(row, read):
         if not all(isinstance(row[name], str) for name in read[kind]):
             read[kind] = ()
     if read['options'] and read['question']: return
-    words = tuple(name for name in read['choice']
-        if not isinstance(row[name], (int, float)))
+    words = tuple(
+        name for name in read['choice'] if not isinstance(row[name], (int, float))
+    )
     if read['question']:
         read['answer'] = read['answer'] or words
     read['options'] = read['choice'] = ()
@@ -256,27 +305,38 @@ def unread_of(row:dict, read:dict[str,tuple[str,...]])->list[str]: # see `column
     inside = set()
     for message in chain(*(as_list(row[name]) for name in read['texts'])):
         if not isinstance(message, dict): continue
-        inside |= {key for key,value in message.items() if key not in _SAID
-            and is_filled(value)}
+        inside |= {
+            key
+            for key,value in message.items()
+            if key not in _SAID and is_filled(value)
+        }
     return [*found, *(f'`{key}` of messages' for key in sorted(inside))]
 
 # %% ../../nbs/18_data.rows.ipynb #94f25764
 def _part(part, pictures):
     "The text of a part of a message, or `MARK` for a picture, which goes to `pictures` if it is there."
     if isinstance(part, str): return part
-    require(isinstance(part, dict),
-        f'a part of a message is {part!r:.60}: give a text or a picture')
+    require(
+        isinstance(part, dict),
+        f'a part of a message is {part!r:.60}: give a text or a picture'
+    )
     kind = part.get('type') or ('image' if part.get('text') is None else 'text')
-    require(kind in ('text', 'image', 'image_url'),
-        f'a part of a message is {kind!r}: only text and image can be read')
+    require(
+        kind in ('text', 'image', 'image_url'),
+        f'a part of a message is {kind!r}: only text and image can be read'
+    )
     if kind == 'text': return part.get('text') or ''
     found = _first(part, 'image', 'image_url', 'url', 'path')
-    others = [name for name in part if name not in ('type', 'index')
-        and is_filled(part[name])]
-    require(found is not None or not others,
-        f'a picture of a message has {", ".join(others)}: call it image')
-    pictures += as_list(found['url'] if isinstance(found, dict)
-        and 'url' in found else found)
+    others = [
+        name for name in part if name not in ('type', 'index') and is_filled(part[name])
+    ]
+    require(
+        found is not None or not others,
+        f'a picture of a message has {", ".join(others)}: call it image'
+    )
+    pictures += as_list(
+        found['url'] if isinstance(found, dict) and 'url' in found else found
+    )
     return MARK
 
 # %% ../../nbs/18_data.rows.ipynb #d1a00105
@@ -285,12 +345,15 @@ def _message(m, pictures):
     require(isinstance(m, dict), f'a message is {m!r:.60}: give {{role, content}}')
     role = _first(m, 'role', 'from')
     said = _first(m, 'content', 'value')
-    require(str(role) in _ROLES,
-        f'the role {role!r} is unknown: give system, user and assistant')
+    require(
+        str(role) in _ROLES,
+        f'the role {role!r} is unknown: give system, user and assistant'
+    )
     if isinstance(said, (list, np.ndarray)):
         said = ''.join(_part(p, pictures) for p in said) # or from pandas
-    require(isinstance(said, str),
-        f'a message of the {role} is {said!r:.60}: give a text')
+    require(
+        isinstance(said, str), f'a message of the {role} is {said!r:.60}: give a text'
+    )
     return _ROLES[role],said
 
 # %% ../../nbs/18_data.rows.ipynb #47c47a3e
@@ -300,9 +363,11 @@ def pair_turns(messages:Iterable, pictures:list|None=None)->list[dict]: # gets p
     system = [text for role,text in said[:1] if role == 'system']
     roles = [role for role,_ in said][len(system):]
     texts = [text for _,text in said][len(system):]
-    require(roles and roles == ['user','assistant']*(len(roles)//2),
+    require(
+        roles and roles == ['user','assistant']*(len(roles)//2),
         f'the roles are {roles}: '
-        'a question of the user and an answer of the assistant must take turns')
+        'a question of the user and an answer of the assistant must take turns'
+    )
     for text in system: # pictures stay in front
         texts[0] = re.sub(rf'^(\s*{MARK})*\s*', lambda m: f'{m[0]}{text}\n\n', texts[0])
     return [dict(user=q, assistant=a) for q,a in zip(texts[::2], texts[1::2])]
@@ -318,8 +383,10 @@ def _texts(row, columns):
         if isinstance(value, dict): value = _first(value, *_INSIDE)
         for text in as_list(value) or [value]:
             if isinstance(text, dict): text = _first(text, *_INSIDE)
-            require(isinstance(text, (str, int, float, np.generic)) and text == text,
-                f'`{column}` is {row[column]!r:.60}: give a text')
+            require(
+                isinstance(text, (str, int, float, np.generic)) and text == text,
+                f'`{column}` is {row[column]!r:.60}: give a text'
+            )
             found.append(str(text))
     return found
 
@@ -329,8 +396,9 @@ def _commonest(texts): return max(texts, key=texts.count)
 def _around(question, row, read):
     "A question with what belongs to it: the texts before it, the text after it."
     for name in (*read['context'], *read['system']): # pictures stay in front
-        question = re.sub(rf'^(\s*{MARK})*\s*',
-            lambda m: f'{m[0]}{row[name].strip()}\n\n', question)
+        question = re.sub(
+            rf'^(\s*{MARK})*\s*', lambda m: f'{m[0]}{row[name].strip()}\n\n', question
+        )
     for name in read['input']: question += f'\n{row[name]}'
     return question
 
@@ -362,12 +430,16 @@ def _question_turns(row, read, pictures, inside):
     for kind,there in dict(question=question or pictures, answer=answer or read['choice']).items():
         require(there, f'it has {", ".join(row)}, but no `{kind}`: {GIVE}')
     parts = [as_list(row[name]) for name in (*question[:1], *answer[:1])]
-    if any(part and isinstance(part[0], dict) and {'role', 'from'} & part[0].keys()
-        for part in parts):
+    if any(
+        part and isinstance(part[0], dict) and {'role', 'from'} & part[0].keys()
+        for part in parts
+    ):
         messages = []
         for role,part in zip(('user', 'assistant'), parts):
-            messages += [m if isinstance(m, dict) else dict(role=role, content=str(m))
-                for m in part]
+            messages += [
+                m if isinstance(m, dict) else dict(role=role, content=str(m))
+                for m in part
+            ]
         return pair_turns(messages, inside)
     asked = _texts(row, question) or [DESCRIBE]
     said = [] if read['options'] else _texts(row, answer)
@@ -392,8 +464,10 @@ def _question_turns(row, read, pictures, inside):
 def _spoken_turns(row, column, inside):
     "Turns of a list of messages, or of questions and answers; pictures of messages go `inside`."
     said = listed(row[column])
-    require(isinstance(said, (list, tuple, np.ndarray)),
-        f'`{column}` is {row[column]!r:.80}: give a list of messages')
+    require(
+        isinstance(said, (list, tuple, np.ndarray)),
+        f'`{column}` is {row[column]!r:.80}: give a list of messages'
+    )
     if not len(said) or isinstance(said[0], dict) and 'user' in said[0]:
         return list(said)
     if isinstance(said[0], dict) and {'question', 'answer'} <= said[0].keys():
@@ -406,9 +480,13 @@ def _earlier(row, columns, inside):
     for column in columns: said += as_list(listed(row[column]))
     if said and isinstance(said[0], dict):
         return pair_turns(said, inside)
-    require(all(isinstance(pair, (list, tuple, np.ndarray)) and len(pair) == 2
-        for pair in said),
-        f'`history` is {said!r:.80}: give a list of pairs, of a question and its answer')
+    require(
+        all(
+            isinstance(pair, (list, tuple, np.ndarray)) and len(pair) == 2
+            for pair in said
+        ),
+        f'`history` is {said!r:.80}: give a list of pairs, of a question and its answer'
+    )
     return [dict(user=question, assistant=answer) for question,answer in said]
 
 # %% ../../nbs/18_data.rows.ipynb #eaef9e97
@@ -426,8 +504,10 @@ def _check_marks(turns, pictures):
     "Raise an error about a mark that has no picture, or stands in an answer."
     numbered,marks = number_marks(turns, len(pictures))
     kind = MARK if any(MARK in (turn['user'] or '') for turn in turns) else 'the mark of a picture'
-    require(pictures or not marks,
-        f'{kind} in a question, but no picture: name it, or take the mark out')
+    require(
+        pictures or not marks,
+        f'{kind} in a question, but no picture: name it, or take the mark out'
+    )
     in_answer = any(MARK in (turn['assistant'] or '') for turn in turns)
     drawn = in_answer and not marks and numbered == turns
     require(not drawn or not pictures,
@@ -437,10 +517,14 @@ def _check_ratings(row):
     "Raise an error about ratings that are no list of numbers."
     for key in (f'{name}_ratings' for name in RATINGS):
         if row.get(key) is None: continue
-        numbers = all(isinstance(v, (int, float, np.number, type(None)))
-            for v in as_list(row[key]))
-        require(numbers and isinstance(row[key], (list, tuple)),
-            f'`{key}` must be a list of numbers, it is {row[key]!r:.80}')
+        numbers = all(
+            isinstance(v, (int, float, np.number, type(None)))
+            for v in as_list(row[key])
+        )
+        require(
+            numbers and isinstance(row[key], (list, tuple)),
+            f'`{key}` must be a list of numbers, it is {row[key]!r:.80}'
+        )
 
 # %% ../../nbs/18_data.rows.ipynb #eaef9e98
 _SHOWN = re.compile(r"""(?:!\[[^\]]*\]\(|<img [^<>]*src=["'])([^()"'\s<>]+)""") # in Markdown, in HTML
@@ -469,14 +553,17 @@ def read_layout(row:dict, folders:Folders=None, # of pictures that are named, se
     if not pictures and not inside: # as Qwen-VL writes it: the picture is named in the text
         for text in asked:
             inside += re.findall(r'<img>([^<>]+)</img>', text)
-    shown = [name for name in chain(*map(_SHOWN.findall, asked))
-        if _find(name, folders)]
+    shown = [
+        name for name in chain(*map(_SHOWN.findall, asked)) if _find(name, folders)
+    ]
     require(pictures or inside or not shown,
         f'a question shows {", ".join(shown)}, but the row has no picture: name it as one, or take it out')
     inside = [find_picture(picture, folders) for picture in inside]
-    require(not inside or len(pictures) in (0, len(inside)),
+    require(
+        not inside or len(pictures) in (0, len(inside)),
         f'{len(pictures)} pictures in `{"".join(read["images"])}`, '
-        f'{len(inside)} in the messages: give them in one place')
+        f'{len(inside)} in the messages: give them in one place'
+    )
     _check_marks(turns, pictures or inside)
     _check_ratings(row)
     return pictures or inside,turns

@@ -75,9 +75,12 @@ class VQADataset(torch.utils.data.Dataset):
         self.tokenizer = tokenizer
         self.image_processor = image_processor
         self.mp_image_token_length = mp_image_token_length
-        lowest = (relevance_min_rating, image_correspondence_min_rating,
+        lowest = (
+            relevance_min_rating,
+            image_correspondence_min_rating,
             visual_dependency_min_rating,
-                  formatting_min_rating)
+            formatting_min_rating
+        )
         self.minimums = dict(zip(RATINGS, lowest))
         self.max_sample_length = max_sample_length
         self.max_images_per_example = max_images_per_example
@@ -91,8 +94,9 @@ class VQADataset(torch.utils.data.Dataset):
     def grids(self, row:dict)->tuple: # from `to_row`
         "The grid of tiles of each picture, from headers; raises `Dropped` if one cannot be read."
         try:
-            return tuple(self.image_processor.grid(*image_size(im))
-                for im in row['images'])
+            return tuple(
+                self.image_processor.grid(*image_size(im)) for im in row['images']
+            )
         except UnreadableImage as e:
             raise Dropped(row['id'], 'unreadable_image', str(e)) from e
 
@@ -108,27 +112,40 @@ class VQADataset(torch.utils.data.Dataset):
         if not answered:
             raise Dropped(id, 'no_turns', f'none of {len(said)} turns has an answer')
         if not turns:
-            raise Dropped(id, 'ratings',
-                f'none of {len(said)} turns passes {self.minimums}')
+            raise Dropped(
+                id, 'ratings', f'none of {len(said)} turns passes {self.minimums}'
+            )
         if most is not None and n > most:
             raise Dropped(id, 'too_many_images', f'{n} images, at most {most}')
         pictures = image_strings(self.tokenizer, [*self.grids(row)], 1, convention)
         inline = convention != 'nanovlm'
         try:
-            ids,labels = encode_chat(self.tokenizer, turns, pictures, inline,
-                self.frames, self.special)
+            ids,labels = encode_chat(
+                self.tokenizer, turns, pictures, inline, self.frames, self.special
+            )
         except UsageError as e:
             raise Dropped(id, 'template', str(e)) from e
         tiles = int((ids == self.tokenizer.image_token_id).sum())
         tokens = len(ids) + tiles*(self.mp_image_token_length-1)
         if tokens >= (self.max_sample_length or math.inf):
             raise Dropped(id, 'too_long', f'{tokens} tokens')
-        cut = dict(ratings=len(answered)-len(turns), no_answer=len(said)-len(answered),
-                   marks=row.get('spare_marks', 0))
+        cut = dict(
+            ratings=len(answered)-len(turns),
+            no_answer=len(said)-len(answered),
+            marks=row.get('spare_marks', 0)
+        )
         cut = {reason:number for reason,number in cut.items() if number}
         columns = {name:row[name] for name in self.keep_columns if name in row}
-        return Plan(id, ids.numpy().astype(np.int32), labels.numpy().astype(np.int32),
-            tokens, n, tiles, cut, columns)
+        return Plan(
+            id,
+            ids.numpy().astype(np.int32),
+            labels.numpy().astype(np.int32),
+            tokens,
+            n,
+            tiles,
+            cut,
+            columns
+        )
 
     def finish(self, plan:Plan, pictures:list, # from `plan_row`; the `images` of its row
         rng:random.Random|None=None)->dict: # chance for augmentations; None: always the same
@@ -137,8 +154,9 @@ class VQADataset(torch.utils.data.Dataset):
             tiles = [self.image_processor(im, rng)[0] for im in pictures]
         except UnreadableImage as e:
             raise Dropped(plan.id, 'unreadable_image', str(e)) from e
-        times = np.where(plan.ids == self.tokenizer.image_token_id,
-            self.mp_image_token_length, 1)
+        times = np.where(
+            plan.ids == self.tokenizer.image_token_id, self.mp_image_token_length, 1
+        )
         ids = torch.from_numpy(plan.ids.astype(np.int64).repeat(times))
         labels = torch.from_numpy(plan.labels.astype(np.int64).repeat(times))
         return dict(id=plan.id, input_ids=ids, labels=labels, images=tiles, columns=plan.columns)

@@ -26,8 +26,17 @@ COLOURS = dict(red=(215,40,40), orange=(245,140,30), yellow=(238,214,40), green=
     blue=(45,95,220), purple=(135,60,175), pink=(245,150,195), white=(240,240,240))
 SHAPES = ('circle', 'ring', 'square', 'bar', 'triangle', 'cross')
 _SIZES = dict(small=(8.5,10.), large=(14.,16.)) # range of the radius, pixels
-PLACES = ('top left', 'top', 'top right', 'left', 'middle', 'right', 'bottom left',
-    'bottom', 'bottom right')
+PLACES = (
+    'top left',
+    'top',
+    'top right',
+    'left',
+    'middle',
+    'right',
+    'bottom left',
+    'bottom',
+    'bottom right'
+)
 _NUMBERS = ('none', 'one', 'two', 'three')
 
 class _Thing(NamedTuple):
@@ -57,15 +66,21 @@ def make_scene(sort:str, rng:random.Random)->_Scene: # a key of SORTS
     shape, shape2 = rng.sample(SHAPES, 2)
     if sort == 'group':
         places = sorted(rng.sample(range(9), rng.randint(1, 3)))
-        return _Scene(sort,
-            tuple(_Thing(colour, shape, 'small', PLACES[p]) for p in places))
+        return _Scene(
+            sort, tuple(_Thing(colour, shape, 'small', PLACES[p]) for p in places)
+        )
     if sort == 'pair':
         left, right = (PLACES[3*rng.randrange(3)+column] for column in (0, 2))
-        return _Scene(sort,
-            (_Thing(colour, shape, 'small', left),
-            _Thing(colour2, shape2, 'small', right)))
-    return _Scene(sort,
-        (_Thing(colour, shape, rng.choice(list(_SIZES)), rng.choice(PLACES)),))
+        return _Scene(
+            sort,
+            (
+                _Thing(colour, shape, 'small', left),
+                _Thing(colour2, shape2, 'small', right)
+            )
+        )
+    return _Scene(
+        sort, (_Thing(colour, shape, rng.choice(list(_SIZES)), rng.choice(PLACES)),)
+    )
 
 # %% ../../nbs/20_data.shapes.ipynb #0549d776
 def held_out(scene:_Scene)->bool: # drawn or described; True: validation
@@ -74,18 +89,36 @@ def held_out(scene:_Scene)->bool: # drawn or described; True: validation
 
 # %% ../../nbs/20_data.shapes.ipynb #83d143a0
 def _ring(n, radius=1., down=0.):
-    return [(radius*math.sin(2*math.pi*i/n), down-radius*math.cos(2*math.pi*i/n))
-        for i in range(n)]
+    return [
+        (radius*math.sin(2*math.pi*i/n), down-radius*math.cos(2*math.pi*i/n))
+        for i in range(n)
+    ]
 
 def _box(x, y): return [(-x,-y), (x,-y), (x,y), (-x,y)]
 
 _ARM = .36 # half the width of an arm
-_CROSS = [(-_ARM,-1), (_ARM,-1), (_ARM,-_ARM), (1,-_ARM), (1,_ARM), (_ARM,_ARM),
-    (_ARM,1), (-_ARM,1),
-    (-_ARM,_ARM), (-1,_ARM), (-1,-_ARM), (-_ARM,-_ARM)]
-_OUTLINES = dict(circle=[_ring(40)], ring=[_ring(40), _ring(40, .55)],
+_CROSS = [
+    (-_ARM,-1),
+    (_ARM,-1),
+    (_ARM,-_ARM),
+    (1,-_ARM),
+    (1,_ARM),
+    (_ARM,_ARM),
+    (_ARM,1),
+    (-_ARM,1),
+    (-_ARM,_ARM),
+    (-1,_ARM),
+    (-1,-_ARM),
+    (-_ARM,-_ARM)
+]
+_OUTLINES = dict(
+    circle=[_ring(40)],
+    ring=[_ring(40), _ring(40, .55)],
     square=[_box(.85, .85)],
-    bar=[_box(1, _ARM)], triangle=[_ring(3, 1.15, .2)], cross=[_CROSS]) # about one unit; the second is a hole
+    bar=[_box(1, _ARM)],
+    triangle=[_ring(3, 1.15, .2)],
+    cross=[_CROSS]
+) # about one unit; the second is a hole
 
 # %% ../../nbs/20_data.shapes.ipynb #f30316eb
 def _tint(rgb, rng, by):
@@ -103,8 +136,9 @@ def draw_scene(scene:_Scene, rng:random.Random, side:int=64)->Image.Image: # RGB
         radius = scale*rng.uniform(*_SIZES[thing.size])
         x = first+step*col+rng.uniform(-1.5, 1.5)
         y = first+step*row+rng.uniform(-1.5, 1.5)
-        for polygon,paint in zip(_OUTLINES[thing.shape],
-            (_tint(COLOURS[thing.colour], rng, 12), ground)):
+        for polygon,paint in zip(
+            _OUTLINES[thing.shape], (_tint(COLOURS[thing.colour], rng, 12), ground)
+        ):
             corners = [(unit*(x+radius*a), unit*(y+radius*b)) for a,b in polygon]
             ImageDraw.Draw(image).polygon(corners, fill=paint)
     return image.reduce(4)
@@ -116,7 +150,8 @@ QUESTIONS = dict(
     size=('Is it small or large?', 'How large is it?'),
     place=('Where is it?', 'In which part of the picture is it?'),
     count=('How many shapes are there?', 'Count the shapes.'),
-    describe=('Describe the picture.', 'What do you see?'))
+    describe=('Describe the picture.', 'What do you see?')
+)
 _Turn = tuple[str,str,str] # what it asks for (a key of QUESTIONS, yes_no, pair or text), question, answer
 
 # %% ../../nbs/20_data.shapes.ipynb #5a3dbfa9
@@ -124,8 +159,9 @@ def _plain_turn(kind:str, scene:_Scene, rng:random.Random)->_Turn: # a key of QU
     "A question about what is there, or what the text says; things differ in nothing but their place."
     thing = scene.things[0]
     question = rng.choice(QUESTIONS[kind])
-    answers = thing._asdict() | dict(count=_NUMBERS[len(scene.things)],
-        describe=f'a {thing}')
+    answers = thing._asdict() | dict(
+        count=_NUMBERS[len(scene.things)], describe=f'a {thing}'
+    )
     if scene.sort == 'text':
         return ('text', f'Imagine a {scene}. {question}', answers[kind])
     return (kind, question, answers[kind])
@@ -147,8 +183,11 @@ def _yes_no_turn(about:str, scene:_Scene, rng:random.Random)->_Turn: # a key of 
 def pair_turn(side:str, scene:_Scene, rng:random.Random)->_Turn: # 'left' or 'right'; the left thing is first
     "A question about one of two things."
     kind = rng.choice(('colour', 'shape'))
-    return ('pair', f'Which {kind} is on the {side}?',
-        getattr(scene.things[side == 'right'], kind))
+    return (
+        'pair',
+        f'Which {kind} is on the {side}?',
+        getattr(scene.things[side == 'right'], kind)
+    )
 
 # %% ../../nbs/20_data.shapes.ipynb #d568f815
 def _plan_turns(sort:str, rng:random.Random)->list[tuple]: # (function, its first argument) of each
@@ -193,9 +232,15 @@ def _row(row_id, scene, turns, rng):
         draw_scene(scene, rng).save(file, 'PNG', compress_level=1)
         images.append(dict(bytes=file.getvalue(), path=None))
     texts = [dict(user=asked, assistant=told) for _,asked,told in turns]
-    return dict(images=images, texts=texts, source='shapes',
+    return dict(
+        images=images,
+        texts=texts,
+        source='shapes',
         kinds=[kind for kind,*_ in turns],
-                scene=str(scene), row_id=row_id, **ratings)
+        scene=str(scene),
+        row_id=row_id,
+        **ratings
+    )
 
 # %% ../../nbs/20_data.shapes.ipynb #5dbe6626
 @lru_cache(maxsize=4)
@@ -203,17 +248,21 @@ def _drawn(n, split, seed):
     "The rows, drawn once: a run that is resumed asks for them again."
     rng = random.Random(f'{split} {seed}')
     given = Counter()
-    rows = [_row(f'{split}{i}', *_conversation(split, given, rng), rng)
-        for i in range(n)]
-    more = dict(kinds=datasets.List(datasets.Value('string')),
-        scene=datasets.Value('string'))
+    rows = [
+        _row(f'{split}{i}', *_conversation(split, given, rng), rng) for i in range(n)
+    ]
+    more = dict(
+        kinds=datasets.List(datasets.Value('string')), scene=datasets.Value('string')
+    )
     return datasets.Dataset.from_list(rows, features=datasets.Features(FEATURES | more))
 
 # %% ../../nbs/20_data.shapes.ipynb #83d22f21
 def shapes_dataset(n:int, split:str='train', seed:int=0)->datasets.Dataset: # one scene each
     "FineVision's columns, `kinds` (of each turn), `scene` and `row_id`; 'train' or 'validation'."
-    require(split in ('train', 'validation'),
-        f'split is {split!r}: choose from train, validation')
+    require(
+        split in ('train', 'validation'),
+        f'split is {split!r}: choose from train, validation'
+    )
     require(n>0, f'{n} rows: ask for one or more')
     return copy.deepcopy(_drawn(n, split, seed)) # shares the table; its format is the caller's own
 
@@ -233,8 +282,9 @@ def shapes_tokenizer(extra_special_tokens:dict[str,str]|None=None,
     chat_template:str|None=None,
     vocab_size:int=448)->PreTrainedTokenizerBase: # at most, without the extra ones; see `get_tokenizer`
     "Train the tokenizer of this data set."
-    return train_tokenizer(_conversations(), vocab_size, extra_special_tokens,
-        chat_template)
+    return train_tokenizer(
+        _conversations(), vocab_size, extra_special_tokens, chat_template
+    )
 
 # %% ../../nbs/20_data.shapes.ipynb #e0341cc6
 OFTEN = 5 # a question that is asked so many times has a guess of its own
@@ -242,8 +292,9 @@ OFTEN = 5 # a question that is asked so many times has a guess of its own
 def blind_guesses(turns:list[tuple[str,str,str]])->list[str]: # kind, question and answer; a guess for each
     "The best constant answer to each question: the commonest to it, or to the rare questions of its kind."
     asked = Counter(question for _,question,_ in turns)
-    groups = [('question', q) if asked[q] >= OFTEN else ('kind', kind)
-        for kind,q,_ in turns]
+    groups = [
+        ('question', q) if asked[q] >= OFTEN else ('kind', kind) for kind,q,_ in turns
+    ]
     answers:dict = defaultdict(Counter)
     for group,(_,_,answer) in zip(groups, turns):
         answers[group][answer] += 1
@@ -258,5 +309,6 @@ def best_blind_guess(rows:Iterable[dict])->dict[str,float]: # with `kinds`; kind
     right = defaultdict(list)
     for (kind,_,answer),guess in zip(turns, blind_guesses(turns)):
         for k in (kind, 'all'): right[k].append(answer == guess)
-    return {k:sum(right[k])/len(right[k])
-        for k in (*sorted(right.keys()-{'all'}), 'all')}
+    return {
+        k:sum(right[k])/len(right[k]) for k in (*sorted(right.keys()-{'all'}), 'all')
+    }

@@ -77,8 +77,15 @@ class Parts(Sequence):
 # %% ../../nbs/22_data.sources.ipynb #8e5f9a13
 READ_ROWS = 32 # that are read at a time
 # what reading a file may raise
-BROKEN = (pa.ArrowException, CastError, TypeError, OSError, EOFError, tarfile.TarError,
-    zlib.error)
+BROKEN = (
+    pa.ArrowException,
+    CastError,
+    TypeError,
+    OSError,
+    EOFError,
+    tarfile.TarError,
+    zlib.error
+)
 
 def _is_damage(e):
     "Whether a file, or its columns, cannot be read; other errors are the system's."
@@ -135,9 +142,11 @@ class MapSource:
         self.shuffle = shuffle
         self.start = val_size
         self.val_size = val_size
-        require(0<=val_size<n,
+        require(
+            0<=val_size<n,
             f'val_size {val_size} leaves no training rows of {n}: lower it, to '
-            f'{n//10} for example')
+            f'{n//10} for example'
+        )
         self.stop = n if limit is None else min(n, val_size+limit)
         whole = (self.start, self.stop)==(0, n)
         self.split:range|_Permutation = range(n) if whole else _Permutation(n,
@@ -164,8 +173,9 @@ class MapSource:
         "The rows of a lane, from a position on."
         size = self.stop-self.start
         order = _Permutation(size, f'{self.seed}/{epoch}') if self.shuffle else range(size)
-        for n,place in enumerate(range(lane+(at or 0)*lanes, size, lanes),
-            start=(at or 0)+1):
+        for n,place in enumerate(
+            range(lane+(at or 0)*lanes, size, lanes), start=(at or 0)+1
+        ):
             part,number = self.table.place(self.split[self.start+order[place]])
             name = self.names[part]
             yield n,to_row(self.parts[part][number], number, name,
@@ -173,9 +183,13 @@ class MapSource:
 
     def describe(self)->dict: # JSON-able
         "What a saved position depends on."
-        return dict(rows=len(self.table), start=self.start, stop=self.stop,
+        return dict(
+            rows=len(self.table),
+            start=self.start,
+            stop=self.stop,
             seed=self.seed,
-                    shuffle=self.shuffle)
+            shuffle=self.shuffle
+        )
 
 # %% ../../nbs/22_data.sources.ipynb #a1c0de04
 RESHARD_BELOW = 512 # data sets of fewer files are cut into row groups
@@ -281,8 +295,9 @@ def _read_share(share:Share, start:int=0, stop:float=inf, first:int=0, step:int=
         except StopIteration: return
         except BROKEN as e:
             if not _is_damage(e): raise
-            return (yield None,
-                Dropped(id, 'unreadable_shard', f'{type(e).__name__}: {e}'))
+            return (
+                yield None, Dropped(id, 'unreadable_shard', f'{type(e).__name__}: {e}')
+            )
         if start<=i<stop and i%step==first:
             yield i,to_row(row, f'{share.number}:{i}', share.name, folders=folders)
 
@@ -302,8 +317,9 @@ class StreamSource:
         for name,stream in streams.items():
             if not isinstance(stream, Parts) and stream.features:
                 stream = stream.with_format('arrow')
-            self.shares += [Share(name, i, *found)
-                for i,found in enumerate(_shares(stream))]
+            self.shares += [
+                Share(name, i, *found) for i,found in enumerate(_shares(stream))
+            ]
         self.heads = _heads(len(self.shares), val_size)
 
     def held_out(self)->'StreamSource': # always in the same order
@@ -319,16 +335,21 @@ class StreamSource:
 
     def describe(self)->dict: # JSON-able
         "What a saved position depends on."
-        return dict(shares=len(self.shares), val_size=self.val_size, part=self.part,
+        return dict(
+            shares=len(self.shares),
+            val_size=self.val_size,
+            part=self.part,
             limit=self.limit,
-                    seed=self.seed)
+            seed=self.seed
+        )
 
     def rows_of(self, lane:int, lanes:int, epoch:int|str, at:list|None=None)->Rows:
         "The rows of a lane, from a position on."
         (done,start,served) = at or (0, 0, 0)
         train = self.part=='train'
-        shuffled = _Permutation(len(self.shares),
-            f'{self.seed}/{epoch if train else self.part}')
+        shuffled = _Permutation(
+            len(self.shares), f'{self.seed}/{epoch if train else self.part}'
+        )
         mine = _lane_shares(range(shuffled.n), lane, lanes)
         most = inf if self.limit is None else self.limit//lanes+(lane<self.limit%lanes)
         for j,(place,first,step) in enumerate(mine[done:], start=done):
@@ -336,8 +357,9 @@ class StreamSource:
             head = self.heads[s]
             begin,end = (max(start, head), inf) if train else (start, head)
             share = self.shares[s]
-            for i,row in _read_share(share, begin, end, first, step,
-                self.folders.get(share.name)):
+            for i,row in _read_share(
+                share, begin, end, first, step, self.folders.get(share.name)
+            ):
                 if served==most: return
                 if not isinstance(row, Dropped): served += 1
                 yield ([j+1, 0, served] if i is None else [j, i+1, served]),row
@@ -369,8 +391,11 @@ class Mixture:
     def describe(self)->dict: # JSON-able
         "What a saved position depends on."
         weights:Any = 'a function' if self.weights_at else self.weights
-        return dict(weights=weights, once=self.once,
-            sources=[s.describe() for s in self.sources])
+        return dict(
+            weights=weights,
+            once=self.once,
+            sources=[s.describe() for s in self.sources]
+        )
 
     def shares_at(self, drawn:int)->list[float]: # rows of all lanes so far
         "Returns the share that each source has of the next rows."
@@ -390,9 +415,12 @@ class Mixture:
             for s,share in zip(state, shares): s[3] += share
             row = None
             while row is None and len(empty)<len(state):
-                k = max((k for k in range(len(state)) if k not in empty),
-                    key=lambda k: state[k][3]-state[k][0])
-                if k not in readers: readers[k] = self._opened(k, lane, lanes, epoch, state)
+                k = max(
+                    (k for k in range(len(state)) if k not in empty),
+                    key=lambda k: state[k][3]-state[k][0]
+                )
+                if k not in readers:
+                    readers[k] = self._opened(k, lane, lanes, epoch, state)
                 pos,row = next(readers[k], (None, None))
                 if row is None:
                     if state[k][2] is None: empty.add(k)
@@ -413,7 +441,8 @@ class Mixture:
             yield from self._changing(lane, lanes, epoch, at)
             return
         state:list[Any] = [list(s) for s in at or [(0, 0, None)]*len(self.sources)] # drawn, passes, position
-        def opened(k): return self._opened(k, lane, lanes, epoch, state)
+        def opened(k):
+            return self._opened(k, lane, lanes, epoch, state)
         readers = {k:opened(k) for k in range(len(state))}
         while readers:
             n = sum(s[0] for s in state)+1

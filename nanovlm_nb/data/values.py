@@ -32,8 +32,11 @@ _NULL = dict(bytes=None, path=None)
 def as_list(x)->list: # a value, several, or None
     "A list without nulls; a picture of arrow with neither bytes nor path is one."
     several = isinstance(x, (list, tuple)) or getattr(x, 'dtype', None) == object
-    return [v for v in (x if several else [x])
-        if not (v is None or isinstance(v, dict) and v == _NULL)]
+    return [
+        v
+        for v in (x if several else [x])
+        if not (v is None or isinstance(v, dict) and v == _NULL)
+    ]
 
 # %% ../../nbs/16_data.values.ipynb #0800a009
 def is_filled(value:Any)->bool:
@@ -46,8 +49,10 @@ def is_filled(value:Any)->bool:
     return value is not None
 
 # %% ../../nbs/16_data.values.ipynb #d1a00b04
-_ENDINGS = {*'jpg jpeg jpe jfif png webp gif bmp tif tiff heic heif avif'.split(),
-    *'jp2 jxl ppm pgm pbm pnm tga svg'.split()}
+_ENDINGS = {
+    *'jpg jpeg jpe jfif png webp gif bmp tif tiff heic heif avif'.split(),
+    *'jp2 jxl ppm pgm pbm pnm tga svg'.split()
+}
 # how the bytes of pictures begin; `ftyp` are HEIC and AVIF
 _HEADS = re.compile(rb'\x89PNG|\xff\xd8\xff|GIF8|RIFF....WEBP|BM....\0\0\0\0|II[*+]\0|MM\0[*+]|P[1-6]\s|'
                     rb'\0\0\0\x0c(?:jP|JXL)|\xff\x0a|\0\0[\1\2]\0|\0\0..ftyp(?:hei|hev|mif|avi)', re.DOTALL)
@@ -137,8 +142,10 @@ def find_picture(picture:Any, folders:Folders)->Any: # None: it is as it is
     path = _find(name, folders)
     if path: return path
     if '://' in name:
-        raise MissingFile(f'{name:.90} is an address: download the pictures first, '
-                                        'with img2dataset for example')
+        raise MissingFile(
+            f'{name:.90} is an address: download the pictures first, '
+            'with img2dataset for example'
+        )
     guess = _guess(name, folders)
     where = os.path.join(folders[0], name) if folders else name
     meant = f'; is {guess} meant?' if guess else ''
@@ -162,8 +169,11 @@ def pictures_of(value:Any, folders:Folders)->list: # see `find_picture`
         names = [name for name in value.split(',') if name.strip()]
         if all(map(names_picture, names)) and not _find(value.strip(), folders):
             value = names
-    return [find_picture(picture, folders) for picture in as_list(value)
-        if is_filled(picture)]
+    return [
+        find_picture(picture, folders)
+        for picture in as_list(value)
+        if is_filled(picture)
+    ]
 
 # %% ../../nbs/16_data.values.ipynb #d1a00b25
 def is_conversation(value:Any)->bool:
@@ -199,14 +209,20 @@ def options_of(row:dict, columns:tuple[str,...])->dict[str,Any]: # `columns_of(r
     elif {'text', 'label'} <= value.keys():
         found = dict(zip(value['label'], value['text']))
     else:
-        found = {str(label):option for label,option in value.items()
-            if option is not None}
-    texts = all(isinstance(option, (str, int, float, np.generic))
-        for option in found.values())
-    require(texts and 1 < len(found) and len(as_list(value)) <= 26,
-        f'`{columns[0]}` is {row[columns[0]]!r:.80}: give a list of 2 to 26 options')
-    lettered = all(re.match(rf'\(?{re.escape(label)}[.:)]\s', str(option))
-        for label,option in found.items())
+        found = {
+            str(label):option for label,option in value.items() if option is not None
+        }
+    texts = all(
+        isinstance(option, (str, int, float, np.generic)) for option in found.values()
+    )
+    require(
+        texts and 1 < len(found) and len(as_list(value)) <= 26,
+        f'`{columns[0]}` is {row[columns[0]]!r:.80}: give a list of 2 to 26 options'
+    )
+    lettered = all(
+        re.match(rf'\(?{re.escape(label)}[.:)]\s', str(option))
+        for label,option in found.items()
+    )
     if not lettered: return found
     return {label:option.split(maxsplit=1)[1] for label,option in found.items()}
 
@@ -222,8 +238,9 @@ def pick_option(answer:Any, options:dict[str,Any], column:str, place:bool=False)
         forms = label, str(option).strip(), f'{label}. {option}', f'{label}: {option}', f'({label}) {option}'
         if {text.casefold(), bare} & {form.casefold() for form in forms}:
             meant.add(label)
-    whole = isinstance(answer, (int, float)) and all(isinstance(option, str)
-        for option in options.values())
+    whole = isinstance(answer, (int, float)) and all(
+        isinstance(option, str) for option in options.values()
+    )
     if text.isdigit() and not any(label.isdigit() for label in options):
         if place or whole: meant.clear()
         meant |= {*[*options][int(text):][:1]}

@@ -43,8 +43,9 @@ class RotaryEmbedding(nn.Module):
     def __init__(self, cfg:VLMConfig): # reads `head_width`, `lm_re_base`, and fields of rotary embedding
         super().__init__()
         width = cfg.head_width
-        self.register_buffer('inv_freq',
-            1/cfg.lm_re_base**(torch.arange(0, width, 2)/width))
+        self.register_buffer(
+            'inv_freq', 1/cfg.lm_re_base**(torch.arange(0, width, 2)/width)
+        )
         self.scaling = cfg.lm_attn_scaling
         self.sections = cfg.lm_mrope_sections
 
@@ -161,8 +162,10 @@ class LanguageModelGroupedQueryAttention(nn.Module):
         cos:Tensor, sin:Tensor, # (B, 1, T, head width) cosines of the positions; (B, 1, T, head width) sines
     )->tuple[Tensor,Tensor,Tensor]: # queries (B, H, T, head width); keys and values (B, Hkv, T, head width)
         "Queries and keys as they are multiplied, normed and turned, and values."
-        q,k,v = (p(x).unflatten(-1, (-1,self.head_dim)).transpose(1,2)
-                 for p in (self.q_proj, self.k_proj, self.v_proj))
+        q,k,v = (
+            p(x).unflatten(-1, (-1,self.head_dim)).transpose(1,2)
+            for p in (self.q_proj, self.k_proj, self.v_proj)
+        )
         return apply_rotary(self.q_norm(q), cos, sin),apply_rotary(self.k_norm(k), cos, sin),v
 
     def forward(self, x:Tensor, # (B, T, D) normed hidden states
@@ -176,8 +179,14 @@ class LanguageModelGroupedQueryAttention(nn.Module):
         if cache is not None and cache.length>x.shape[1]:
             out = cached_attention(q, *past)
         else:
-            out = attention(q, k, v, layout, backend=self.backend,
-                dropout_p=self.dropout*self.training)
+            out = attention(
+                q,
+                k,
+                v,
+                layout,
+                backend=self.backend,
+                dropout_p=self.dropout*self.training
+            )
         return self.resid_dropout(self.out_proj(out.transpose(1,2).flatten(2)))
 
 # %% ../../nbs/30_model.language.ipynb #d289f4d2
@@ -207,7 +216,8 @@ def balance_loss(probs:Tensor, # (B, T, E) the router's probabilities, float32
     real = torch.ones_like(probs[...,0]) if real is None else real.to(probs.dtype)
     tokens = real.sum(1, keepdim=True).clamp(min=1)
     visits = torch.zeros_like(probs[:,0]).scatter_add(
-        1, chosen.flatten(1), real.repeat_interleave(chosen.shape[-1], 1))
+        1, chosen.flatten(1), real.repeat_interleave(chosen.shape[-1], 1)
+    )
     share = visits/(tokens*chosen.shape[-1])
     mean = (probs*real[...,None]).sum(1)/tokens
     return n*(share*mean).sum(1)
@@ -219,10 +229,12 @@ class LanguageModelMoE(nn.Module):
         super().__init__()
         self.top_k = cfg.moe_top_k
         self.router = nn.Linear(cfg.lm_hidden_dim, cfg.moe_experts, bias=False)
-        self.experts = nn.ModuleList(LanguageModelMLP(cfg)
-            for _ in range(cfg.moe_experts))
-        self.shared = nn.ModuleList(LanguageModelMLP(cfg)
-            for _ in range(cfg.moe_shared_experts))
+        self.experts = nn.ModuleList(
+            LanguageModelMLP(cfg) for _ in range(cfg.moe_experts)
+        )
+        self.shared = nn.ModuleList(
+            LanguageModelMLP(cfg) for _ in range(cfg.moe_shared_experts)
+        )
 
     def route(self, x:Tensor, # (B, T, D) normed hidden states
     )->tuple[Tensor,Tensor,Tensor]: # probabilities (B, T, E); weights and numbers of those chosen (B, T, k)
@@ -280,8 +292,9 @@ class LanguageModel(nn.Module):
         self.recompute = False
         self.token_embedding = nn.Embedding(cfg.lm_vocab_size, cfg.lm_hidden_dim)
         self.rotary_embd = RotaryEmbedding(cfg)
-        self.blocks = nn.ModuleList(LanguageModelBlock(cfg, i)
-            for i in range(cfg.lm_n_blocks))
+        self.blocks = nn.ModuleList(
+            LanguageModelBlock(cfg, i) for i in range(cfg.lm_n_blocks)
+        )
         self.norm = RMSNorm(cfg)
         self.head = nn.Linear(cfg.lm_hidden_dim, cfg.lm_vocab_size, bias=False)
         self.apply(partial(init_weights, std=cfg.init_std))
@@ -314,8 +327,11 @@ class LanguageModel(nn.Module):
         balances = []
         with eager:
             for block in self.blocks:
-                x = (checkpoint(block, x, cos, sin, layout, cache, use_reentrant=False)
-                     if recompute else block(x, cos, sin, layout, cache))
+                x = (
+                    checkpoint(block, x, cos, sin, layout, cache, use_reentrant=False)
+                    if recompute
+                    else block(x, cos, sin, layout, cache)
+                )
                 if self.cfg.use_moe:
                     x,balance = x
                     balances.append(balance)
@@ -392,4 +408,5 @@ def check_decoder(decoder:nn.Module, cfg:VLMConfig)->None: # in any mode, which 
         alone = torch.cat([decoder(x[:,:5]), decoder(x[:,5:])], 1)
     _check_apart(decoder, x, alone)
     _check_cache(decoder, x)
-    for module,mode in zip(decoder.modules(), was): module.training = mode
+    for module,mode in zip(decoder.modules(), was):
+        module.training = mode

@@ -30,8 +30,9 @@ def _chunk(rows:Tensor, weight:Tensor, labels:Tensor, # (n, D) hidden states; (V
     total = logits.exp_().sum(1, keepdim=True)
     each = (total.log()-picked).squeeze(1)
     if not grads: return each, None
-    gradient = logits.div_(total).scatter_add_(1, labels[:, None],
-        torch.full_like(picked, -1))
+    gradient = logits.div_(total).scatter_add_(
+        1, labels[:, None], torch.full_like(picked, -1)
+    )
     return each, gradient.to(rows.dtype)
 
 # %% ../../nbs/32_model.loss.ipynb #b99395c8
@@ -46,8 +47,11 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         # the meta device knows no autocast
         device = rows.device.type
         known = torch.amp.is_autocast_available(rows.device.type)
-        dtype = (torch.get_autocast_dtype(device)
-                 if known and torch.is_autocast_enabled(device) else weight.dtype)
+        dtype = (
+            torch.get_autocast_dtype(device)
+            if known and torch.is_autocast_enabled(device)
+            else weight.dtype
+        )
         if dtype == torch.float16: dtype = torch.float32
         each = torch.empty(len(rows), device=rows.device)
         d_rows:Any = torch.empty_like(rows) if want_rows else None
@@ -58,8 +62,9 @@ class ChunkedCrossEntropy(torch.autograd.Function):
                 part = slice(at, at+chunk_size)
                 h = rows[part].to(dtype)
                 d_logits:Any
-                each[part], d_logits = _chunk(h, w, labels[part],
-                    want_rows or want_weight)
+                each[part], d_logits = _chunk(
+                    h, w, labels[part], want_rows or want_weight
+                )
                 if want_rows: d_rows[part] = d_logits @ w
                 if want_weight: d_weight += d_logits.T @ h
         ctx.grads = d_rows, d_weight.to(weight.dtype) if want_weight else None
@@ -73,8 +78,10 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     )->tuple: # Gradients of `rows` and `weight`, None for the rest
         "Scale what the forward pass computed, in place."
         if ctx.grads is None:
-            raise RuntimeError("the chunked loss can be differentiated once: "
-                               "call it again instead of retain_graph=True")
+            raise RuntimeError(
+                "the chunked loss can be differentiated once: "
+                "call it again instead of retain_graph=True"
+            )
         d_rows, d_weight = (None if g is None else g.mul_(grad) for g in ctx.grads)
         ctx.grads = None
         return d_rows, d_weight, None, None, None, None
@@ -114,8 +121,11 @@ class Targets:
         columns = {}
         for name in names:
             for id,row in zip(ids, rows):
-                require(name in row, f'sample {id} has no column {name}: '
-                    'keep_columns names it, give it to every row, held-out ones too')
+                require(
+                    name in row,
+                    f'sample {id} has no column {name}: '
+                    'keep_columns names it, give it to every row, held-out ones too'
+                )
             columns[name] = torch.tensor([row[name] for row in rows], device=sample.device)
         return cls(sample, ids, columns, inputs)
 

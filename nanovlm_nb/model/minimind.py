@@ -159,7 +159,8 @@ def load_pth(
         state[HEAD] = state[EMBED]
     present = {k.split('.')[0] for k in state}
     absent = [part for part in ('vision_encoder','MP') if part not in present]
-    if absent==['MP']: absent = [] # then it is missing, and refused below
+    if absent==['MP']:
+        absent = [] # then it is missing, and refused below
     kept = {k:w for k,w in tensors.items() if k.split('.')[0] in absent}
     load_weights(model, kept|state, str(path))
     return absent

@@ -90,7 +90,8 @@ def checkpoint_config(
         'class_names' in kind.__dataclass_fields__ or 'class_names' not in config,
         f'{name} is a classifier: use it with nanovlm classify --predict {name} PICTURE'
     )
-    with _of_own_class(folder): return kind.load(folder/'config.json')
+    with _of_own_class(folder):
+        return kind.load(folder/'config.json')
 
 # %% ../../nbs/37_model.pretrained.ipynb #c8d84bd9
 def checkpoint_weights(
@@ -296,7 +297,8 @@ class Pretrained(nn.Module):
         saved, state = checkpoint_weights(folder, cls.config_class)
         with undrawn():
             model = cls(cfg or saved, load_backbone=False)
-        with _of_own_class(folder): check_names(model, state, str(path))
+        with _of_own_class(folder):
+            check_names(model, state, str(path))
         model.unread = state
         model.folder = folder
         model.tokenizer_source = find_tokenizer(folder, model.cfg.lm_tokenizer)

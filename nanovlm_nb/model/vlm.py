@@ -92,8 +92,9 @@ class VLMNet(nn.Module):
             return None
         touched = []
         for part in (self.vision_encoder, self.MP):
-            touched += [p.flatten()[:1].sum() for p in part.parameters()
-                if p.requires_grad]
+            touched += [
+                p.flatten()[:1].sum() for p in part.parameters() if p.requires_grad
+            ]
         return 0*torch.stack(touched).sum() if touched else None
 
     @property
@@ -112,9 +113,15 @@ class VLMNet(nn.Module):
         require(all_grids or not cfg.native,
             'a picture of this model is a grid of tiles, '
             '(rows, columns, 3, S, S): give what image_processor_of(cfg) makes, and no stack of tiles')
-        layout = Layout.of(input_ids, cfg.image_token_id, targets, attention_mask,
+        layout = Layout.of(
+            input_ids,
+            cfg.image_token_id,
+            targets,
+            attention_mask,
             doc_lens,
-                           grids, cfg.tiles_per_window)
+            grids,
+            cfg.tiles_per_window
+        )
         if layout.targets is not None:
             check_targets(layout.targets, self.n_outputs)
         return layout.to(input_ids.device)
@@ -136,8 +143,10 @@ class VLMNet(nn.Module):
             nothing = self._nothing(x)
             return x if nothing is None else x+nothing
         if self.cfg.native and not layout.tiles:
-            raise ValueError('the layout has no grids: make it with those of the pictures, '
-                             'as layout_of(input_ids, images=...) does')
+            raise ValueError(
+                'the layout has no grids: make it with those of the pictures, '
+                'as layout_of(input_ids, images=...) does'
+            )
         if self.features is None:
             seen = self.see(tiles, layout.tiles)
         else:
@@ -167,21 +176,25 @@ class VLMNet(nn.Module):
     )->tuple[Tensor|None, Tensor|None]: # scores (B, T, vocabulary) or None, loss () or None
         "Returns scores at all positions without targets, the loss with them."
         if layout is None:
-            layout = self.layout_of(input_ids, attention_mask, targets, doc_lens,
-                images)
-        h, balance = self.decoder(self.embed(input_ids, images, layout), layout,
-            with_balance=True)
+            layout = self.layout_of(
+                input_ids, attention_mask, targets, doc_lens, images
+            )
+        h, balance = self.decoder(
+            self.embed(input_ids, images, layout), layout, with_balance=True
+        )
         logits = self.head(h) if layout.at is None or return_logits else None
         if layout.at is None: return logits, None
         rows = h.flatten(0, 1).index_select(0, layout.at)
         head = self.head.weight
         if sees_batch(self.cross_entropy):
             inputs = dict(input_ids=input_ids, images=images, layout=layout)
-            loss, self.target_losses = self.cross_entropy(rows, head, layout.targets,
-                batch=batch or Targets.of(inputs))
+            loss, self.target_losses = self.cross_entropy(
+                rows, head, layout.targets, batch=batch or Targets.of(inputs)
+            )
         else:
             loss, self.target_losses = self.cross_entropy(
-                rows, head, layout.targets, self.cfg.loss_chunk_size, 'sum')
+                rows, head, layout.targets, self.cfg.loss_chunk_size, 'sum'
+            )
         if reduction == 'mean': loss = loss/max(len(rows), 1)
         if balance is None: return logits, loss
         unbalanced = self.cfg.moe_aux_weight*(balance*_targets_by_row(layout)).sum()
@@ -201,8 +214,9 @@ class VisionLanguageModel(Pretrained, VLMNet):
             cfg = evolve(cfg, vlm_load_backbone_weights=True)
             for follow in backbone_fields(cfg).values():
                 cfg = evolve(cfg, **follow)
-            held = [dict(vit='vision_encoder', lm='decoder')[part]
-                for part in cfg.backbones]
+            held = [
+                dict(vit='vision_encoder', lm='decoder')[part] for part in cfg.backbones
+            ]
         super().__init__(cfg, held)
         self.tokenizer_source = cfg.lm_tokenizer
         if not load_backbone: return
@@ -226,8 +240,18 @@ class VisionLanguageModel(Pretrained, VLMNet):
         **more:Any)->Any: # what else a batch holds
         "Returns scores and loss; with `labels` a dictionary with the `loss`."
         if labels is None:
-            return super().forward(input_ids, images, attention_mask, targets, doc_lens,
-                reduction, return_logits, layout, batch, **more)
+            return super().forward(
+                input_ids,
+                images,
+                attention_mask,
+                targets,
+                doc_lens,
+                reduction,
+                return_logits,
+                layout,
+                batch,
+                **more
+            )
         told = labels!=IGNORE
         require(not told.any() or not labels[told].equal(input_ids[told]),
             'labels are the input_ids at their own places: give the id that follows each position')
@@ -252,8 +276,9 @@ class VisionLanguageModel(Pretrained, VLMNet):
         layout = self.layout_of(input_ids, attention_mask, images=images)
         scores = reader.read(self.embed(input_ids, images, layout), layout)
         pick = partial(sample, **sampling)
-        yield from stream_ids(reader.step, scores, max_new_tokens, pick, eos_token_id,
-            ended=ended)
+        yield from stream_ids(
+            reader.step, scores, max_new_tokens, pick, eos_token_id, ended=ended
+        )
 
     def generate(self, input_ids:Tensor, # (B, T) prompts, padded on the left
         images=None, attention_mask:Tensor|None=None, # see `stack_tiles`; (B, T) 0 at padding
@@ -263,8 +288,11 @@ class VisionLanguageModel(Pretrained, VLMNet):
     )->Tensor: # (B, new) ids; each row holds its end token, then filler
         "Returns all of `stream`'s tokens at once."
         how = dict(top_k=top_k, top_p=top_p, temperature=temperature, greedy=greedy)
-        new = list(self.stream(input_ids, images, attention_mask, max_new_tokens, **how,
-            **more))
+        new = list(
+            self.stream(
+                input_ids, images, attention_mask, max_new_tokens, **how, **more
+            )
+        )
         return torch.stack(new, 1) if new else input_ids.new_empty(len(input_ids), 0)
 
 # %% ../../nbs/39_model.vlm.ipynb #b28a000b
@@ -274,6 +302,8 @@ def model_class(kind:ModelClass)->type[VisionLanguageModel]:
     "Returns the class of a model; a UsageError if a name is not that of one."
     if kind is None: return VisionLanguageModel
     found:Any = load_function(kind, 'model') if isinstance(kind, str) else kind
-    require(isinstance(found, type) and issubclass(found, VisionLanguageModel),
-        f'model {kind!r} is {found!r}: give a class that extends VisionLanguageModel')
+    require(
+        isinstance(found, type) and issubclass(found, VisionLanguageModel),
+        f'model {kind!r} is {found!r}: give a class that extends VisionLanguageModel'
+    )
     return found

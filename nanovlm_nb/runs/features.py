@@ -42,8 +42,9 @@ class FeatureCache:
         made = self.see(torch.stack([*new.values()])).to(self.dtype).cpu() if new else ()
         for path,features in zip(new, made):
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(path, save(dict(features=features.contiguous())),
-                str(os.getpid()))
+            write_atomic(
+                path, save(dict(features=features.contiguous())), str(os.getpid())
+            )
         return torch.stack([load_file(p)['features'] for p in paths])
 
 # %% ../../nbs/66_runs.features.ipynb #4ce4c040
@@ -51,12 +52,15 @@ def _keep_features(model:VLMNet, folder:str|Path,
     dtype:torch.dtype=torch.float32)->FeatureCache:
     """Lets a model with a frozen tower compute the features of each tile once; returns its `features`.
     They lie below `folder`, in the precision of the matrix products."""
-    require(not trains(model.vision_encoder),
+    require(
+        not trains(model.vision_encoder),
         'the vision tower trains, so its features change with every '
-        'update: set lr_vision_backbone to 0, or cache_features to False')
+        'update: set lr_vision_backbone to 0, or cache_features to False'
+    )
     cfg = model.cfg
-    how = dict(normalise=torch.tensor([*cfg.pixel_mean, *cfg.pixel_std],
-        dtype=torch.float64))
+    how = dict(
+        normalise=torch.tensor([*cfg.pixel_mean, *cfg.pixel_std], dtype=torch.float64)
+    )
     digest = weights_sha(model.vision_encoder.state_dict() | how)[:12]
     name = f"{digest}_{str(dtype).removeprefix('torch.')}"
     model.features = FeatureCache(Path(folder)/name, model.see, dtype)

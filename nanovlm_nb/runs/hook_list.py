@@ -71,10 +71,15 @@ class Evaluate(Hook):
             stance = torch.compiler.set_stance('force_eager') # all shapes
         try:
             with trainer.clock('validation'),stance:
-                results = self.ask(base, self.tasks, include_path=cfg.eval_include_path,
+                results = self.ask(
+                    base,
+                    self.tasks,
+                    include_path=cfg.eval_include_path,
                     dist=trainer.dist,
-                    prompts=cfg.lmms_eval_prompts, limit=cfg.lmms_eval_limit,
-                    batch_size=cfg.lmms_eval_batch_size)
+                    prompts=cfg.lmms_eval_prompts,
+                    limit=cfg.lmms_eval_limit,
+                    batch_size=cfg.lmms_eval_batch_size
+                )
         finally: base.features = features
         keep_results(self.evals, trainer.log, trainer.step, results)
 
@@ -82,9 +87,14 @@ class Evaluate(Hook):
         "Collects what is still evaluated, for at most `eval_wait` seconds."
         cfg = trainer.cfg
         if not cfg.use_lmms_eval: return
-        wait_for_evals(self.evals, trainer.log, trainer.dist, trainer.step,
+        wait_for_evals(
+            self.evals,
+            trainer.log,
+            trainer.dist,
+            trainer.step,
             cfg.eval_wait,
-            trainer.asked.is_set)
+            trainer.asked.is_set
+        )
         if self.evals:
             prune(trainer.log.run_dir, cfg.max_keep_ckpts) # kept for it
 
@@ -97,9 +107,16 @@ def hooks_of(cfg:TrainConfig, own:Iterable[Hook]=(), judge:Callable|None=None, #
     own = list(own)
     evaluate = Evaluate(2*judged, (every,cfg.eval_interval))
     checkpoint = Checkpoint(cfg.save_interval, judged, evaluate.submit)
-    hooks = [Guard(cfg.max_grad_spike), BadUpdates(cfg.max_bad_updates), LeftOut(),
+    hooks = [
+        Guard(cfg.max_grad_spike),
+        BadUpdates(cfg.max_bad_updates),
+        LeftOut(),
         Meters(every),
-        Log(), checkpoint, Validate(judged, judge), evaluate]
+        Log(),
+        checkpoint,
+        Validate(judged, judge),
+        evaluate
+    ]
     def is_replaced(hook):
         return any(isinstance(mine, type(hook)) for mine in own)
     hooks = own+[hook for hook in hooks if not is_replaced(hook)]

@@ -240,7 +240,8 @@ def _overfitting(
     best_step,best = min(losses[1:], key=lambda pair: pair[1])
     last_step,last = losses[-1]
     if last<=1.01*best: return ''
-    if best_kept and best_kept>best_step: return '' # the answers got better all the same
+    if best_kept and best_kept>best_step:
+        return '' # the answers got better all the same
     previous_step,_ = losses[-2]
     train = [(r['step'], r['batch_loss']) for r in records if 'batch_loss' in r]
     def mean_before(end):
@@ -329,7 +330,8 @@ def _results_of(
     ]
     if trainer.skipped:
         lines.append(f'{trainer.skipped} updates skipped, see bad_updates.jsonl')
-    for hook in trainer.hooks: lines += getattr(hook, 'findings', ())
+    for hook in trainer.hooks:
+        lines += getattr(hook, 'findings', ())
     for column,by_kind in scores.items():
         right,asked = by_kind['all']
         lines.append(f'{column}: {right} of {asked} questions right')

@@ -105,8 +105,9 @@ def _stop_on_signals(stop:threading.Event)->Iterator[None]: # set by the first s
         signal.signal(number, old[number])
         if os.environ.get('RANK', '0')=='0':
             os.write(2, _CTRL_C) # a print may be under way
-    known = [getattr(signal, name) for name in SIGNALS if main
-        and hasattr(signal, name)]
+    known = [
+        getattr(signal, name) for name in SIGNALS if main and hasattr(signal, name)
+    ]
     for number in known:
         if signal.getsignal(number)!=signal.SIG_IGN: # SIGHUP under nohup stays ignored
             old[number] = signal.signal(number, ask) or signal.SIG_DFL
@@ -125,8 +126,11 @@ def own_parts(parts:dict)->list[str]: # of a script, see `run`
     """Names of those without which the run would learn something else: hooks only watch, and rows are kept
     with the run."""
     given = _given_data(parts.get('loaders'))
-    names = [n for n in ('model','loaders','optimizer','schedule','loss','judge')
-        if parts.get(n)]
+    names = [
+        n
+        for n in ('model','loaders','optimizer','schedule','loss','judge')
+        if parts.get(n)
+    ]
     if given: names.remove('loaders')
     return names+[n for n in ('transforms','processor') if given.get(n)]
 
@@ -157,8 +161,9 @@ def plan_run(vlm_cfg:VLMConfig, train_cfg:TrainConfig, dist:Dist, # as given; al
         with user_path():
             return start_of(run_dir, vlm_cfg, train_cfg, how)
     start = on_master(dist, look)
-    v,c,lines = on_master(dist,
-        lambda: resolve_start(vlm_cfg, train_cfg, dist.world_size, start))
+    v,c,lines = on_master(
+        dist, lambda: resolve_start(vlm_cfg, train_cfg, dist.world_size, start)
+    )
     largest = max(v.vit_hidden_dim*v.vit_inter_dim, v.lm_hidden_dim*v.lm_inter_dim)
     set_threads(dist, loader_workers(c, cores_of_rank()), largest)
     if run_dir is None:
@@ -172,12 +177,21 @@ def plan_run(vlm_cfg:VLMConfig, train_cfg:TrainConfig, dist:Dist, # as given; al
 def _open_log(run_dir:Path, dist:Dist, v:VLMConfig, c:TrainConfig)->RunLog:
     "The log of a run as its config says, not yet open."
     configs = dict(VLMConfig=v.to_dict(), TrainConfig=c.to_dict())
-    return RunLog(run_dir, dist, c.trackers, configs, run_dir.name, c.wandb_entity,
+    return RunLog(
+        run_dir,
+        dist,
+        c.trackers,
+        configs,
+        run_dir.name,
+        c.wandb_entity,
         c.wandb_project,
-        opened=False, total_steps=c.length.updates(), every=c.stats_log_interval,
+        opened=False,
+        total_steps=c.length.updates(),
+        every=c.stats_log_interval,
         progress=c.progress_bar,
         quiet=c.console_line=='none',
-        epochs=(c.max_epochs or 1) if c.console_line=='minimind' else None)
+        epochs=(c.max_epochs or 1) if c.console_line=='minimind' else None
+    )
 
 # %% ../../nbs/67_runs.run.ipynb #5ca66d1b
 def build_trainer(v:VLMConfig, c:TrainConfig, log:RunLog, dist:Dist, # every rank calls
@@ -190,15 +204,27 @@ def build_trainer(v:VLMConfig, c:TrainConfig, log:RunLog, dist:Dist, # every ran
     tokenizer = load_tokenizer(evolve(v, lm_tokenizer=source))
     rows,val = (own('loaders') or get_dataloaders)(c, v, dist, tokenizer)
     make = own('model')
-    if make is None: make = partial(make_model, read=False)
-    elif isinstance(make, type): make = partial(make_model, read=False, kind=make)
+    if make is None:
+        make = partial(make_model, read=False)
+    elif isinstance(make, type):
+        make = partial(make_model, read=False, kind=make)
     model = make(v, c, checkpoint is not None)
     if c.lora_rank:
         adapt(model, c, None if checkpoint else weights_of_start(v, c), dist.device)
     if own('loss'): model.cross_entropy = own('loss')
     hooks = hooks_of(c, own('hooks') or (), own('judge'))
-    t = make_trainer(model, c, rows, val, hooks, dist, log, tokenizer, own('schedule'),
-        own('optimizer'))
+    t = make_trainer(
+        model,
+        c,
+        rows,
+        val,
+        hooks,
+        dist,
+        log,
+        tokenizer,
+        own('schedule'),
+        own('optimizer')
+    )
     if checkpoint is None and type(t.base.decoder) is not LanguageModel:
         check_decoder(t.base.decoder, t.base.cfg)
     if dist.rank:
@@ -216,8 +242,10 @@ def _use_evals(trainer:Trainer)->None: # every rank must call
     backend = on_master(dist, lambda: choose_eval_backend(cfg))
     if missing: trainer.log.info(missing)
     if hook.tasks:
-        trainer.log.info(f'every {2*cfg.eval_interval} updates the checkpoint is evaluated '
-            f'({backend}, prompts of benchmarks: {cfg.lmms_eval_prompts}): {hook.tasks}')
+        trainer.log.info(
+            f'every {2*cfg.eval_interval} updates the checkpoint is evaluated '
+            f'({backend}, prompts of benchmarks: {cfg.lmms_eval_prompts}): {hook.tasks}'
+        )
     hook.ask = evaluate_tasks if hook.tasks and backend=='in_process' else None
     if dist.is_master:
         hook.evals = Evaluations(trainer.log.run_dir, cfg, hook.tasks)
@@ -282,8 +310,9 @@ def _start(run:OpenRun, start:Start, lines:list[str], config:str|None=None,
     run_dir = run.run_dir
     own = own_parts(parts)
     on_master(dist, lambda: check_new(run_dir, config))
-    resumed = on_master(dist,
-        lambda: plan_resume(run_dir, start, v, c, dist.world_size, own))
+    resumed = on_master(
+        dist, lambda: plan_resume(run_dir, start, v, c, dist.world_size, own)
+    )
     checkpoint = start.path if start.kind=='resume' else None
     kept = not parts.get('loaders') # nothing of Python's is to be kept
     if c.train_dataset_path==OWN_ROWS and kept:
@@ -326,8 +355,10 @@ def _sum_up(run:OpenRun, model:Callable|None)->str: # has trained; a status
     if not (repo and dist.is_master): return 'done'
     try: publish(run.run_dir, repo)
     except HUB_ERRORS as e:
-        log.info(f'not published as {repo}: {type(e).__name__}: {e}. Later: from '
-            f"nanovlm_nb.runs.start import publish; publish('{run.run_dir}', '{repo}')")
+        log.info(
+            f'not published as {repo}: {type(e).__name__}: {e}. Later: from '
+            f"nanovlm_nb.runs.start import publish; publish('{run.run_dir}', '{repo}')"
+        )
     else: log.info(f'published as {repo}')
     return 'done'
 
@@ -356,9 +387,15 @@ def run(vlm_cfg:VLMConfig, train_cfg:TrainConfig, # the model and the run
     processor = getattr(model, 'processor', None) # of a class
     if processor and (loaders is None or 'processor' not in _given_data(loaders)):
         loaders = partial(loaders or get_dataloaders, processor=processor)
-    parts = dict(model=model, loaders=loaders, optimizer=optimizer, schedule=schedule,
+    parts = dict(
+        model=model,
+        loaders=loaders,
+        optimizer=optimizer,
+        schedule=schedule,
         loss=loss,
-        judge=judge, hooks=hooks)
+        judge=judge,
+        hooks=hooks
+    )
     first = []
     if getattr(asked, 'saved', None):
         first.append(f'what was not given is as in {asked.saved}')

@@ -177,7 +177,8 @@ def _with_sizes(v:VLMConfig, start:Start)->VLMConfig:
         saved = start.state['configs']['vlm']
         free = all_fields-v.given-OF_RUN
         for name,value in saved.items():
-            if name in free and value!=getattr(v, name): changes[name] = value
+            if name in free and value!=getattr(v, name):
+                changes[name] = value
         return evolve(v, **changes)
     sources:dict[str,dict] = {} # where the weights lie -> the fields that they have
     if kind=='checkpoint' and type(v) is VLMConfig: # a class of one's own knows what it is
@@ -273,7 +274,8 @@ def resolve_start(
         load_from = str(pth_path(start.path, sized))
     if start.kind=='resume':
         load_from = start.state['configs']['train'].get('load_from')
-    if load_from!=c.load_from: c = evolve(c, load_from=load_from)
+    if load_from!=c.load_from:
+        c = evolve(c, load_from=load_from)
     return sized,c,lines
 
 # %% ../../nbs/62_runs.start.ipynb #e5a10011

@@ -360,7 +360,8 @@ def data_findings(
         yield failed('data', e)
         return
     yield tried('samples', check_rows, seen, held)
-    if seen.plans: yield tried('left out', check_left_out, seen, held)
+    if seen.plans:
+        yield tried('left out', check_left_out, seen, held)
     if seen.ranges:
         yield tried('pixels', _check_pixels, seen.ranges, vlm_cfg.pixel_max)
     if not seen.plans: return

@@ -447,7 +447,8 @@ def memory(
         width = 4 if train_cfg.dtype=='float32' else 2 # bytes
         copies = width*gathered+4*rest
     weights = 0 if offloaded else stored/sharers
-    if offloaded or train_cfg.offload_optimizer: kept['moments'] = 0
+    if offloaded or train_cfg.offload_optimizer:
+        kept['moments'] = 0
     return Memory(
         weights,
         copies,

@@ -15,8 +15,12 @@ from ..core.config import effective_batch_size,loader_workers,TrainConfig,VLMCon
 # %% ../../nbs/52_training.advice.ipynb #07a48b23
 _MOST = dict(data=.10, communication=.15, other=.05) # shares of the time, all else is computing
 # finer parts of the time -> what they belong to
-_SHARE = dict(forward_backward='compute', optimizer='other', validation='other',
-    checkpoint='other')
+_SHARE = dict(
+    forward_backward='compute',
+    optimizer='other',
+    validation='other',
+    checkpoint='other'
+)
 
 def _grouped(shares:dict[str,float])->dict[str,float]: # of the time, by the names below or those of `_SHARE`
     "Returns shares of the time as the targets name them: `compute`, `data`, `communication`, `other`."
@@ -114,42 +118,68 @@ def _smaller_batches(cfg:TrainConfig)->list[dict]:
     "Returns other splits of the same update, down to micro-batches of one pack."
     b = cfg.batch_size
     a = cfg.gradient_accumulation_steps
-    return [dict(batch_size=n, gradient_accumulation_steps=a*b//n)
-        for n in range(b-1, 0, -1) if b%n==0]
+    return [
+        dict(batch_size=n, gradient_accumulation_steps=a*b//n)
+        for n in range(b-1, 0, -1)
+        if b%n==0
+    ]
 
 # %% ../../nbs/52_training.advice.ipynb #c24d6542
 def memory_remedies(v:VLMConfig, t:TrainConfig, world_size:int=1,
     device:str='cuda')->list[Remedy]:
     "Returns what to change when memory is short, in the order in which to try it, one on top of the other."
-    fewer = {n:min(getattr(t, n), 10)
-        for n in ('max_images_per_knapsack','max_images_per_example')}
+    fewer = {
+        n:min(getattr(t, n), 10)
+        for n in ('max_images_per_knapsack','max_images_per_example')
+    }
     shorter = dict(lm_max_length=2048, max_sample_length=min(t.max_sample_length, 2048))
     adapted = any(not name.startswith('decoder') for name in t.lora_targets)
     tower = adapted if t.lora_rank else t.lr_backbone_pair[0]
     stages = ('ddp','zero2','zero3')
-    rows:list[tuple] = [(True, new, 'the update stays the same')
-        for new in _smaller_batches(t)]
-    rows += [(t.max_images_per_knapsack>10, fewer,
-        'packs with many pictures are split'),
-        (v.lm_max_length>2048, shorter,
-            'longer samples are dropped, and an update has fewer tokens')]
+    rows:list[tuple] = [
+        (True, new, 'the update stays the same') for new in _smaller_batches(t)
+    ]
+    rows += [
+        (t.max_images_per_knapsack>10, fewer, 'packs with many pictures are split'),
+        (
+            v.lm_max_length>2048,
+            shorter,
+            'longer samples are dropped, and an update has fewer tokens'
+        )
+    ]
     for part,learns in (('language',True), ('vision',tower)):
         field = f'{part}_checkpointing'
-        rows.append((learns and not getattr(t, field), {field:True},
-            'up to a third more arithmetic'))
-    rows += [(True, dict(max_img_size=n), 'pictures lose detail')
-        for n in _smaller_pictures(v)]
+        rows.append(
+            (
+                learns and not getattr(t, field),
+                {field:True},
+                'up to a third more arithmetic'
+            )
+        )
+    rows += [
+        (True, dict(max_img_size=n), 'pictures lose detail')
+        for n in _smaller_pictures(v)
+    ]
     tiles = not t.max_tiles_per_knapsack
-    rows.append((tiles, dict(max_tiles_per_knapsack=16),
-        'packs with many tiles are split'))
+    rows.append(
+        (tiles, dict(max_tiles_per_knapsack=16), 'packs with many tiles are split')
+    )
     for stage in stages[stages.index(t.sharding)+1:]:
         rows.append((world_size>1, dict(sharding=stage), 'more traffic between ranks'))
     rows += [
-        (world_size>1 and t.gradient_accumulation_steps>1
+        (
+            world_size>1
+            and t.gradient_accumulation_steps>1
             and not t.reduce_every_micro_batch,
-            dict(reduce_every_micro_batch=True), 'more traffic between ranks'),
-        (not t.offload_optimizer and device!='cpu', dict(offload_optimizer=True),
-            'updates are slow')]
+            dict(reduce_every_micro_batch=True),
+            'more traffic between ranks'
+        ),
+        (
+            not t.offload_optimizer and device!='cpu',
+            dict(offload_optimizer=True),
+            'updates are slow'
+        )
+    ]
     return [Remedy(changes, price) for ok,changes,price in rows if ok]
 
 # %% ../../nbs/52_training.advice.ipynb #effcae7d
@@ -162,9 +192,11 @@ def advice(shares:dict[str,float], c:TrainConfig, v:VLMConfig|None=None,
     over = _over_budget(shares)
     cores = cpus and max(cpus//ranks, 1)
     remedies = memory_remedies(v, c, ranks, device) if oom else []
-    said = {'out of memory':[str(r) for r in remedies if keeps(r.changes)],
+    said = {
+        'out of memory':[str(r) for r in remedies if keeps(r.changes)],
         'only in a new run':[str(r) for r in remedies if not keeps(r.changes)],
-        'unstable':stability_advice(c) if unstable else []}
+        'unstable':stability_advice(c) if unstable else []
+    }
     why = {}
     for kind,share in over.items():
         why[kind] = f'{kind} takes {share:.0%} of the time, {_MOST[kind]:.0%} at most is fine'
@@ -194,23 +226,34 @@ def _save_notes(c:TrainConfig)->list[str]:
     every = c.save_interval or (c.eval_interval if c.eval_in_epochs else 0)
     if not every:
         return ['save_interval is 0 and eval_in_epochs False: only the end is saved']
-    advised = ('50 to 100 with max_keep_ckpts 3 while you try whether a run works, '
-        '500 to 1000 with max_keep_ckpts 1 later')
+    advised = (
+        '50 to 100 with max_keep_ckpts 3 while you try whether a run works, '
+        '500 to 1000 with max_keep_ckpts 1 later'
+    )
     stay = 'the' if updates is None else f'{checkpoints_written(c, updates)}'
-    rows = [(not 50<=every<=1000, f'a checkpoint every {every} updates: {advised}'),
-        (c.max_keep_ckpts==-1 and (updates is None or updates//every>3),
-            f'max_keep_ckpts is -1, all {stay} checkpoints stay on the disk: {advised}')]
+    rows = [
+        (not 50<=every<=1000, f'a checkpoint every {every} updates: {advised}'),
+        (
+            c.max_keep_ckpts==-1 and (updates is None or updates//every>3),
+            f'max_keep_ckpts is -1, all {stay} checkpoints stay on the disk: {advised}'
+        )
+    ]
     return [s for ok,s in rows if ok]
 
 # %% ../../nbs/52_training.advice.ipynb #23799a3d
 def _projector_advice(c:TrainConfig, ranks:int=1, epochs:float|None=None)->list[str]: # None: `max_epochs`
     "Returns a line for each number that is unusual in a run that trains only the projector."
     if any(c.lr_backbone_pair) or c.lora_rank: return []
-    rows = [('max_epochs', epochs or c.max_epochs, 4, 6),
+    rows = [
+        ('max_epochs', epochs or c.max_epochs, 4, 6),
         ('lr_mp', c.lr_mp, 1e-4, 5e-4),
-        ('packs_of_an_update', effective_batch_size(c, ranks), 8, 32)] # MiniMind-V's ranges
-    return [f'{name} is {v:g}: for a projector alone, {low:g} to {high:g} is usual'
-        for name,v,low,high in rows if v is not None and not low<=v<=high]
+        ('packs_of_an_update', effective_batch_size(c, ranks), 8, 32)
+    ] # MiniMind-V's ranges
+    return [
+        f'{name} is {v:g}: for a projector alone, {low:g} to {high:g} is usual'
+        for name,v,low,high in rows
+        if v is not None and not low<=v<=high
+    ]
 
 # %% ../../nbs/52_training.advice.ipynb #e8d0096d
 def lint(c:TrainConfig, cpus:int|None=None, ranks:int=1,

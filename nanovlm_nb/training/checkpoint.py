@@ -75,8 +75,12 @@ def _dcp(action, tensors, dist, **how):
 def _save_optimizer(folder:Path, state:dict[str,Tensor], dist:Dist)->None: # see `_flat_state`; all ranks call
     "Writes an optimizer's state, every rank its part; raises what went wrong."
     try:
-        _dcp(dcp.save, state, dist,
-            storage_writer=_PieceWriter(str(folder), save_distributed=True))
+        _dcp(
+            dcp.save,
+            state,
+            dist,
+            storage_writer=_PieceWriter(str(folder), save_distributed=True)
+        )
     except CheckpointException as e: raise _first(e) from e
 
 # %% ../../nbs/48_training.checkpoint.ipynb #3ab4f981
@@ -108,11 +112,16 @@ def check_checkpoint(checkpoint:Path, name:str|None=None, # how the message call
     def look():
         missing = ', '.join(missing_pieces(checkpoint))
         if missing:
-            raise MissingFile(f'{name or checkpoint} is not a complete checkpoint, '
-            f'it lacks {missing}: choose another')
+            raise MissingFile(
+                f'{name or checkpoint} is not a complete checkpoint, '
+                f'it lacks {missing}: choose another'
+            )
         wrong = damaged_pieces(checkpoint)
-        require(not wrong, f'{name or checkpoint} is damaged: {", ".join(wrong)}. '
-            f'Choose another, or copy it again; {MEANT.format(checkpoint)}')
+        require(
+            not wrong,
+            f'{name or checkpoint} is damaged: {", ".join(wrong)}. '
+            f'Choose another, or copy it again; {MEANT.format(checkpoint)}'
+        )
     on_master(dist, look)
 
 # %% ../../nbs/48_training.checkpoint.ipynb #575ca2b5
@@ -147,8 +156,9 @@ def _write_model(weights, model, tmp, final, tokenizer, dist):
     "Rank 0 writes the model, of whose weights all ranks may have a piece."
     def write(whole): # a tokenizer of its own lies in the checkpoint, the config names its final path
         with system_errors(tmp):
-            model.save_pretrained(tmp, tokenizer, known_as=final.absolute(),
-                state=whole)
+            model.save_pretrained(
+                tmp, tokenizer, known_as=final.absolute(), state=whole
+            )
     if is_sharded(model): use_whole(weights, dist, write)
     else: on_master(dist, lambda: write(weights))
 
@@ -157,8 +167,9 @@ def _write_parts(parts, tmp, state, dist):
     with system_errors(tmp):
         if parts['optimizer'] is not None:
             _save_optimizer(tmp/'optimizer', parts['optimizer'], dist)
-            (tmp/f'rng_{dist.rank}.json').write_text(json.dumps(parts['rng'])+'\n',
-                encoding='utf-8')
+            (tmp/f'rng_{dist.rank}.json').write_text(
+                json.dumps(parts['rng'])+'\n', encoding='utf-8'
+            )
         if dist.is_master:
             tensors = {}
             for hook,remembered in state.get('hooks', {}).items():
@@ -184,8 +195,10 @@ def _write_checkpoint(parts, model, final, tokenizer, state, dist, then): # on e
         with suppress(OSError):
             final.rmdir() # an empty directory is nobody's
         if os.path.lexists(final): # the same update is saved twice
-            require(not why_kept(final),
-                f'{final} is in the way, and is not of a run: move it elsewhere')
+            require(
+                not why_kept(final),
+                f'{final} is in the way, and is not of a run: move it elsewhere'
+            )
             remove(final)
         tmp.rename(final)
         fsync(final.parent)
@@ -210,8 +223,10 @@ class Saver:
         self.writing:Future|None = None
         if background and dist.world_size>1:
             wait = timedelta(seconds=dist.timeout_s)
-            self.dist = replace(dist,
-                cpu_group=torch.distributed.new_group(backend='gloo', timeout=wait))
+            self.dist = replace(
+                dist,
+                cpu_group=torch.distributed.new_group(backend='gloo', timeout=wait)
+            )
 
     def save(self, model:nn.Module, run_dir:Path, step:int, # unwrapped, knows how its weights are written
         tokenizer=None, state:dict={}, # saved if it cannot be loaded by name; becomes `trainer_state.json`
@@ -222,9 +237,9 @@ class Saver:
         self.wait()
         final = Path(run_dir)/f'step_{step}'
         parts = snapshot(model, optimizer, self.dist, self.memory)
-        write = partial(_write_checkpoint, parts, model, final, tokenizer, state,
-            self.dist,
-            then)
+        write = partial(
+            _write_checkpoint, parts, model, final, tokenizer, state, self.dist, then
+        )
         if self.pool is None: write()
         else: self.writing = self.pool.submit(write)
         return final

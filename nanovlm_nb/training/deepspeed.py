@@ -92,7 +92,8 @@ def precision(flat:dict)->dict: # field -> its value, and the entry that says so
         not all(enabled.values()),
         'bf16.enabled and fp16.enabled are both true: choose one'
     )
-    if {*enabled.values()}=={None}: return {} # the file has neither
+    if {*enabled.values()}=={None}:
+        return {} # the file has neither
     for kind,key in HALF.items():
         if enabled[kind]: return dict(dtype=(kind, key))
     return dict(dtype=('float32', ' and '.join(HALF.values())))

@@ -63,7 +63,8 @@ class EMA(Hook):
         if self.averaged: return
         if trainer.refused is None:
             new = 1-ema_rate(self.rate, trainer.step)
-            for name,p in self.weights.items(): self.other[name].lerp_(p.detach(), new)
+            for name,p in self.weights.items():
+                self.other[name].lerp_(p.detach(), new)
         self.swap()
 
     def state_dict(self)->dict[str,Tensor]: # by name

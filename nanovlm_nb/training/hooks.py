@@ -45,8 +45,10 @@ def read_bad_updates(run_dir:Path)->list[dict]: # `update`, `reason`, `ids` and 
 # %% ../../nbs/53_training.hooks.ipynb #81e097fd
 def _write_bad_updates(run_dir:Path, records:list[dict])->None: # JSON-able, each with `update`
     "Writes the list anew, all at once."
-    write_atomic(Path(run_dir)/BAD_UPDATES,
-        ''.join(json.dumps(record)+'\n' for record in records))
+    write_atomic(
+        Path(run_dir)/BAD_UPDATES,
+        ''.join(json.dumps(record)+'\n' for record in records)
+    )
 
 # %% ../../nbs/53_training.hooks.ipynb #27eeb201
 class BadUpdates(Hook):
@@ -72,8 +74,12 @@ class BadUpdates(Hook):
         data = update.before
         if data is not None:
             data = merge_states(trainer.dist.gather(data))
-        bad = dict(update=trainer.step, reason=trainer.refused,
-            ids=update.ids(trainer.dist), data=data)
+        bad = dict(
+            update=trainer.step,
+            reason=trainer.refused,
+            ids=update.ids(trainer.dist),
+            data=data
+        )
         run_dir = trainer.log.run_dir
         if trainer.writes:
             _write_bad_updates(run_dir, [*read_bad_updates(run_dir), bad])
@@ -89,15 +95,19 @@ class BadUpdates(Hook):
         elif not trainer.overflow:
             self.note(trainer, trainer.update)
         else:
-            trainer.log.info(f'update {trainer.step} is skipped: {trainer.refused}, '
-                f'the loss scale is lowered to {trainer.scaler.get_scale():g}')
+            trainer.log.info(
+                f'update {trainer.step} is skipped: {trainer.refused}, '
+                f'the loss scale is lowered to {trainer.scaler.get_scale():g}'
+            )
         if trainer.refused:
             figures['skipped_updates'] = trainer.skipped
         if trainer.bad_in_a_row<self.limit: return
         again = ''
         if run_dir:
-            again = (f'Their samples are in {run_dir}/bad_updates.jsonl, '
-            f'`nanovlm replay {run_dir} {trainer.step}` makes one again. ')
+            again = (
+                f'Their samples are in {run_dir}/bad_updates.jsonl, '
+                f'`nanovlm replay {run_dir} {trainer.step}` makes one again. '
+            )
         advice = '; '.join(stability_advice(trainer.cfg))
         trainer.stop = Unstable(f'{trainer.bad_in_a_row} updates in a row were skipped, '
             f'the last is update {trainer.step}. {again}What helps an unstable run: {advice}')
@@ -113,9 +123,15 @@ def costs(trainer:Trainer)->dict: # from `flops.unit_flops`
     last = None
     if learning and not trains(base.decoder.token_embedding):
         last = learning[0] # no gradient passes below
-    return unit_flops(base.cfg, parts, last, cfg.vision_checkpointing,
+    return unit_flops(
+        base.cfg,
+        parts,
+        last,
+        cfg.vision_checkpointing,
         cfg.language_checkpointing,
-        cfg.cache_features, adapter_sizes(base))
+        cfg.cache_features,
+        adapter_sizes(base)
+    )
 
 # %% ../../nbs/53_training.hooks.ipynb #9293de43
 def _peak_of_all(dist:Dist, tflops:float|None=None)->float|None: # of one rank; FLOP/s, None: unknown
@@ -171,17 +187,28 @@ class Meters(Hook):
         update = trainer.update
         if update is None: return
         seconds = self.time(trainer.clock, update)
-        flops = count_flops(self.units, update.tiles, update.tokens, update.pairs,
+        flops = count_flops(
+            self.units,
+            update.tiles,
+            update.tokens,
+            update.pairs,
             update.targets,
-                            update.window_pairs, update.picture_pairs)
+            update.window_pairs,
+            update.picture_pairs
+        )
         figures['tokens_per_second'] = update.tokens/seconds
-        new:Any = dict(updates=1, samples=update.samples, flops=flops,
+        new:Any = dict(
+            updates=1,
+            samples=update.samples,
+            flops=flops,
             tokens=update.tokens,
-            seconds=seconds)
+            seconds=seconds
+        )
         if trainer.refused is None:
             loss = figures['batch_loss']*update.targets
-            new |= dict(made=1, targets=update.targets, loss=loss,
-                norm=figures['grad_norm'])
+            new |= dict(
+                made=1, targets=update.targets, loss=loss, norm=figures['grad_norm']
+            )
         for sums in (self.sums,self.epoch): sums.update(new)
         if trainer.step%self.every==0:
             figures |= over_ranks(self.stats, trainer.dist)|self.report(trainer)
@@ -193,23 +220,31 @@ class Meters(Hook):
         memory = 0.
         if device.type=='cuda':
             memory = torch.cuda.max_memory_allocated(device)/1e9
-        clocks,memories = zip(*trainer.dist.gather((_spent(trainer.clock, self.since),
-            memory)))
-        seconds = {name:sum(clock[name] for clock in clocks)/len(clocks)
-            for name in Clock.names}
+        clocks,memories = zip(
+            *trainer.dist.gather((_spent(trainer.clock, self.since), memory))
+        )
+        seconds = {
+            name:sum(clock[name] for clock in clocks)/len(clocks)
+            for name in Clock.names
+        }
         self.seconds.update(seconds)
         self.sums = Counter()
         total = sum(seconds.values())
         figures:Any = {f'time/{name}':x/total for name,x in seconds.items()}
-        figures |= {'perf/step_time':total/max(sums['updates'], 1),
+        figures |= {
+            'perf/step_time':total/max(sums['updates'], 1),
             'perf/samples_per_second':sums['samples']/total,
-            'perf/gpu_memory_gb':max(memories), 'training/epoch':trainer.epoch,
-            'training/lr':max(g['lr'] for g in trainer.optimizer.param_groups)}
+            'perf/gpu_memory_gb':max(memories),
+            'training/epoch':trainer.epoch,
+            'training/lr':max(g['lr'] for g in trainer.optimizer.param_groups)
+        }
         if self.peak:
             figures['perf/mfu'] = mfu(sums['flops'], total, self.peak)
         if sums['made']:
-            figures |= {'training/loss':sums['loss']/max(sums['targets'], 1),
-            'training/grad_norm':sums['norm']/sums['made']}
+            figures |= {
+                'training/loss':sums['loss']/max(sums['targets'], 1),
+                'training/grad_norm':sums['norm']/sums['made']
+            }
         return figures
 
     def end_epoch(self, trainer:Trainer)->None:
@@ -218,8 +253,9 @@ class Meters(Hook):
         self.epoch = Counter()
         if not sums['seconds']: return
         seconds = sums['seconds']
-        figures = dict(epoch_tokens_per_second=sums['tokens']/seconds,
-            epoch_duration=seconds)
+        figures = dict(
+            epoch_tokens_per_second=sums['tokens']/seconds, epoch_duration=seconds
+        )
         if sums['targets']:
             figures = dict(epoch_loss=sums['loss']/sums['targets'])|figures
         trainer.log.log(figures, trainer.step)
@@ -277,10 +313,13 @@ class LeftOut(Hook):
     def state_dict(self)->dict: # JSON-able: `drops`, and `dropped`, the length of the file
         "Writes down what is new, and says what there is; every rank must call."
         drops = self.gather()
-        size = on_master(self.trainer.dist,
-            lambda: self.file.add(drops) if self.file else 0)
-        known = {split:dict(counts=new.counts, first=new.first)
-            for split,new in drops.items()}
+        size = on_master(
+            self.trainer.dist, lambda: self.file.add(drops) if self.file else 0
+        )
+        known = {
+            split:dict(counts=new.counts, first=new.first)
+            for split,new in drops.items()
+        }
         return dict(drops=known, dropped=size)
 
     def load_state_dict(self, state:dict)->None:

@@ -51,9 +51,7 @@ def _lora_layers(
             f'lora_targets names {target!r}, and no linear layer of this model is called so: '
             f'give a part of a name such as {linear[0]} or {linear[-1]}')
     return [
-        name
-        for name in linear
-        if any(_is_target(name, target) for target in targets)
+        name for name in linear if any(_is_target(name, target) for target in targets)
     ]
 
 # %% ../../nbs/51_training.lora.ipynb #10ad480f

@@ -90,7 +90,8 @@ def make_optimizer(
 # %% ../../nbs/43_training.optim.ipynb #fc084759
 def trainable_line(model:nn.Module, optimizer:torch.optim.Optimizer)->str: # `trainable: 0.2 M of 1 M ...`
     "Returns how many millions of parameters train."
-    def millions(params): return sum(p.numel() for p in params)/1e6
+    def millions(params):
+        return sum(p.numel() for p in params)/1e6
     groups = [
         (group['name'], millions(group['params'])) for group in optimizer.param_groups
     ]

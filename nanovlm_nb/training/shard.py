@@ -358,7 +358,8 @@ def begin_state(optimizer:torch.optim.Optimizer)->list[Tensor]: # parameters tha
     for p,grad in grads.items(): p.grad = grad
     for p in new:
         state = optimizer.state.get(p, {})
-        if 'step' in state: state['step'] = state['step']*0 # a number, or a tensor
+        if 'step' in state:
+            state['step'] = state['step']*0 # a number, or a tensor
     return new
 
 # %% ../../nbs/47_training.shard.ipynb #ae855e9c

@@ -251,7 +251,8 @@ def _drop_idle_gradients(trainer:Trainer, update:Update)->None:
         idle += trainer.base.MP.parameters()
     if trainer.cfg.projector_steps:
         for group in trainer.optimizer.param_groups:
-            if group['lr']==0: idle += group['params'] # the projector trains alone
+            if group['lr']==0:
+                idle += group['params'] # the projector trains alone
     for p in idle: p.grad = None
 
 def accumulate(trainer:Trainer, update:Update)->Tensor: # scalar, whose mean over ranks is the update's loss
@@ -401,7 +402,8 @@ def updates(trainer:Trainer)->Iterator[Update]: # as many on every rank
         try:
             for update in iter(trainer.feed.take, None):
                 yield update
-                if is_over(): return # within the epoch, which does not count as completed
+                if is_over():
+                    return # within the epoch, which does not count as completed
         finally:
             trainer.feed.close()
         trainer.epoch_size = trainer.step-trainer.began # with those that an earlier start has made
@@ -551,7 +553,8 @@ class Judge:
     name:str # in the log and in reports
     mode:Literal['min','max'] = 'min' # whether the lowest or the highest is the best
 
-    def __call__(self, trainer:Trainer)->float: return self.by(trainer)
+    def __call__(self, trainer:Trainer)->float:
+        return self.by(trainer)
 
 class Validate(Hook):
     "Validates every `every` updates and after the last, and lets `best_checkpoint` name the best."
@@ -567,9 +570,12 @@ class Validate(Hook):
         if trainer.checkpoint: return
         if any(update.targets for update in validation_updates(trainer)):
             return
-        require(size==0, f'no usable validation row among val_size {size}: '
+        require(
+            size==0,
+            f'no usable validation row among val_size {size}: '
             f'{_why_left_out(trainer, trainer.held_out) or "raise val_size"}; '
-            'or set val_size to 0 to train without validation')
+            'or set val_size to 0 to train without validation'
+        )
         trainer.log.info('no validation: val_size is 0, and the last checkpoint counts as the best')
 
     @property
@@ -598,8 +604,10 @@ class Validate(Hook):
             trainer.best_sure = sure
             trainer.best_step = trainer.step
         if trainer.best_step:
-            figures |= {f'best_{name}':trainer.best_val_loss,
-                'best_step':trainer.best_step}
+            figures |= {
+                f'best_{name}':trainer.best_val_loss,
+                'best_step':trainer.best_step
+            }
         return is_best
 
     def after_update(self, trainer:Trainer, figures:Figures)->None:
@@ -653,8 +661,11 @@ def _stateful_hooks(trainer:Trainer)->dict[str,Any]: # by the name of their clas
     "Returns the hooks that remember something."
     hooks = [hook for hook in trainer.hooks if isinstance(hook, Stateful)]
     named = {type(hook).__name__:hook for hook in hooks}
-    require(len(named)==len(hooks), f'two hooks of one class among {(*named,)}: '
-        'give one a class of its own, its name keeps their states apart')
+    require(
+        len(named)==len(hooks),
+        f'two hooks of one class among {(*named,)}: '
+        'give one a class of its own, its name keeps their states apart'
+    )
     return named
 
 # %% ../../nbs/49_training.trainer.ipynb #80cce0b9
@@ -665,12 +676,15 @@ def _saved_state(name:str, hook:Stateful)->dict[str,Any]: # a copy, for the run 
     for key,w in state.items():
         if isinstance(w, DTensor):
             w = w.full_tensor() # every rank has a piece of it
-        if isinstance(w, Tensor): tensors[key] = w.detach().to('cpu', copy=True)
+        if isinstance(w, Tensor):
+            tensors[key] = w.detach().to('cpu', copy=True)
     plain = {name:value for name,value in state.items() if name not in tensors}
     try: return json.loads(json.dumps(plain))|tensors
     except (TypeError, ValueError) as e:
-        raise UsageError(f'the state of hook {name} cannot be saved as JSON '
-        f'({e}): give tensors by name, numbers, strings, lists') from e
+        raise UsageError(
+            f'the state of hook {name} cannot be saved as JSON '
+            f'({e}): give tensors by name, numbers, strings, lists'
+        ) from e
 
 # %% ../../nbs/49_training.trainer.ipynb #c4b7158c
 def state_dict(trainer:Trainer)->dict[str,Any]: # JSON-able but for tensors of hooks; every rank must call
@@ -698,9 +712,15 @@ def save(trainer:Trainer, then:Callable=str)->None: # `then(path)` when it is co
         prune(path.parent, trainer.cfg.max_keep_ckpts)
     trainer.log.info(f'update {trainer.step}: checkpoint step_{trainer.step}')
     with trainer.clock('checkpoint'):
-        trainer.saver.save(trainer.base, trainer.log.run_dir, trainer.step,
+        trainer.saver.save(
+            trainer.base,
+            trainer.log.run_dir,
+            trainer.step,
             trainer.tokenizer,
-            state_dict(trainer), trainer.optimizer, complete)
+            state_dict(trainer),
+            trainer.optimizer,
+            complete
+        )
     trainer.saved = trainer.step
 
 # %% ../../nbs/49_training.trainer.ipynb #cc6fcc3b
@@ -760,8 +780,9 @@ def _load_weights(
     if force and training_parts(state['configs']['train'])!=training_parts(asdict(trainer.cfg)):
         trainer.log.info('other parts train than before: the optimizer begins anew')
     else:
-        load_optimizer(checkpoint/'optimizer', trainer.base, trainer.optimizer,
-            trainer.dist)
+        load_optimizer(
+            checkpoint/'optimizer', trainer.base, trainer.optimizer, trainer.dist
+        )
     trainer.scaler.load_state_dict(state['scaler'])
     before = state['precision']
     now = str(trainer.dtype)
@@ -821,14 +842,16 @@ def resume(
     _place_data(trainer, state, force)
     _load_weights(trainer, checkpoint, state, force)
     for counter in fields(Counters):
-        if counter.name in state: setattr(trainer, counter.name, state[counter.name])
+        if counter.name in state:
+            setattr(trainer, counter.name, state[counter.name])
     run_dir = trainer.log.run_dir
     trainer.checkpoint = checkpoint
     trainer.owned = run_dir is not None and is_own(run_dir, checkpoint)
     _load_hooks(trainer, checkpoint, state)
     restore_rng = partial(_restore_rng, checkpoint/f'rng_{trainer.dist.rank}.json')
     same_ranks = state['world_size']==trainer.dist.world_size
-    if same_ranks: on_all(trainer.dist, restore_rng) # a damaged file is found before anything is changed
+    if same_ranks:
+        on_all(trainer.dist, restore_rng) # a damaged file is found before anything is changed
     if then: then()
 
     # log and best checkpoint become those of the state, if the run's directory is the checkpoint's own

@@ -83,27 +83,32 @@ def _labels_of(ds:datasets.Dataset)->list: # a row's label: a name, or a number 
     values = ds.select_columns([column])[column][:]
     names = getattr(ds.features[column], 'names', None)
     for row,value in enumerate(values):
-        require(isinstance(value, (str, int))
-            and (not names or value in range(len(names))),
+        require(
+            isinstance(value, (str, int)) and (not names or value in range(len(names))),
             f'row {row} has the label {value!r}: a label is a text or a whole number, '
-            'remove what has no label')
+            'remove what has no label'
+        )
     if not names: return values
     return [names[value] for value in values]
 
 # %% ../../nbs/81_uses.classify.ipynb #08d4f061
 def _labelled(rows, names): # rows: picture and number of its class
-    features = datasets.Features(dict(image=datasets.Image(),
-        label=datasets.ClassLabel(names=names)))
+    features = datasets.Features(
+        dict(image=datasets.Image(), label=datasets.ClassLabel(names=names))
+    )
     return datasets.Dataset.from_list(rows, features=features)
 
 # %% ../../nbs/81_uses.classify.ipynb #59722c71
 def digits_splits(side:int=64, # pixels; there are 8 x 8 in each picture
 )->dict[str,datasets.Dataset]: # 'train' 1,297 and 'test' 500 pictures
     "scikit-learn's handwritten digits in the order in which they are kept there."
-    rows = [dict(image=image.resize((side,side)), label=digit)
-        for image,digit in digit_pictures()]
-    return _labelled(rows, [str(i) for i in range(10)]).train_test_split(test_size=500,
-        shuffle=False)
+    rows = [
+        dict(image=image.resize((side,side)), label=digit)
+        for image,digit in digit_pictures()
+    ]
+    return _labelled(rows, [str(i) for i in range(10)]).train_test_split(
+        test_size=500, shuffle=False
+    )
 
 # %% ../../nbs/81_uses.classify.ipynb #80aa0008
 def shapes_splits(sizes:tuple[int,int]=(1000,400), # pictures for training, for testing
@@ -116,8 +121,9 @@ def shapes_splits(sizes:tuple[int,int]=(1000,400), # pictures for training, for 
         while len(rows)<n:
             scene = make_scene('one', rng)
             if held_out(scene)==(split=='test') and scene.things[0].shape==SHAPES[len(rows)%len(SHAPES)]:
-                rows.append(dict(image=draw_scene(scene, rng),
-                    label=len(rows)%len(SHAPES)))
+                rows.append(
+                    dict(image=draw_scene(scene, rng), label=len(rows)%len(SHAPES))
+                )
         splits[split] = _labelled(rows, list(SHAPES))
     return splits
 
@@ -130,15 +136,19 @@ def load_splits(
     "Returns all splits of a data set."
     if str(path) in BUILT_IN: return BUILT_IN[str(path)]()
     folder = Path(path)
-    require(not folder.is_file(),
-        f'data set {path} is a file: give a folder with one for each class')
+    require(
+        not folder.is_file(),
+        f'data set {path} is a file: give a folder with one for each class'
+    )
     saved = (folder/'state.json').exists() or (folder/'dataset_dict.json').exists()
     try:
         if not folder.is_dir(): check_hub_name(path)
         loaded = datasets.load_from_disk(str(folder)) if saved else datasets.load_dataset(str(path))
     except OSError as e:
-        raise MissingFile(f'data set {path} cannot be read ({e}): '
-            'give digits, shapes, a folder, or a name on the hub') from e
+        raise MissingFile(
+            f'data set {path} cannot be read ({e}): '
+            'give digits, shapes, a folder, or a name on the hub'
+        ) from e
     return dict(loaded) if isinstance(loaded, datasets.DatasetDict) else dict(train=loaded)
 
 # %% ../../nbs/81_uses.classify.ipynb #80ab0003
@@ -153,9 +163,11 @@ def split_pair(splits:dict[str,datasets.Dataset], # from `load_splits`
         if test in splits:
             return {'train':splits['train'], test:splits[test]}
     count = len(splits['train'])
-    require(0<val_share*count<=count-1,
+    require(
+        0<val_share*count<=count-1,
         f'val_share {val_share} of {count} pictures leaves '
-        'none for training or for evaluation: give another share, or more pictures')
+        'none for training or for evaluation: give another share, or more pictures'
+    )
     parts = splits['train'].train_test_split(test_size=val_share, seed=seed)
     return dict(train=parts['train'], held=parts['test'])
 
@@ -185,8 +197,9 @@ class _ClassRows(ConcatDataset):
     "Rows of several data sets, one data set after the other."
     def __init__(self, splits:dict[tuple[str,str],datasets.Dataset], # (data set, split) -> its rows
         names:list[str]): # of all classes
-        require(any(map(len, splits.values())),
-            f'no rows in {[name for name,_ in splits]}')
+        require(
+            any(map(len, splits.values())), f'no rows in {[name for name,_ in splits]}'
+        )
         super().__init__([*map(_undecoded, splits.values())])
         number = {name:place for place,name in enumerate(names)}
         self.sizes = {}
@@ -200,21 +213,25 @@ class _ClassRows(ConcatDataset):
         [pictures] = super().__getitem__(i).values()
         if not isinstance(pictures, list): pictures = [pictures]
         (source,row_id,label) = self.notes[i]
-        return dict(images=pictures, label=label, source=source, row_id=row_id,
-            texts=[])
+        return dict(
+            images=pictures, label=label, source=source, row_id=row_id, texts=[]
+        )
 
     def pictures(self)->Iterator[dict]: # each for `open_header`
         "Yields all pictures, encoded, three times as fast as row by row."
-        for batch in chain.from_iterable(ds.with_format('arrow').iter(64)
-            for ds in self.datasets):
+        for batch in chain.from_iterable(
+            ds.with_format('arrow').iter(64) for ds in self.datasets
+        ):
             for kept in batch.column(0).to_pylist():
                 yield from kept if isinstance(kept, list) else [kept]
 
     def answers(self)->dict[str,tuple[int,str,int]]: # id of a row -> its number, its data set, its class
         "Returns what is right, without a look at the pictures."
         notes = enumerate(self.notes)
-        return {f'{name}/{row_id}':(place, name, label)
-            for place,(name,row_id,label) in notes}
+        return {
+            f'{name}/{row_id}':(place, name, label)
+            for place,(name,row_id,label) in notes
+        }
 
 # %% ../../nbs/81_uses.classify.ipynb #80ab0007
 class _ClassData(NamedTuple):
@@ -245,8 +262,9 @@ def load_classes(paths:list[str], val_share:float=.1, # data sets, see `load_spl
 @dataclass
 class ClassConfig(VLMConfig):
     "The configuration of a model that knows classes."
-    resume_rules = rules(REFUSED, {'class_names':'the model would be another'})|rules(CAREFUL, {
-        'class_prompt':'from here on the model reads another question'})
+    resume_rules = rules(REFUSED, {'class_names':'the model would be another'})|rules(
+        CAREFUL, {'class_prompt':'from here on the model reads another question'}
+    )
     class_names:list[str] = many() # at least two; their order is that of the scores
     class_prompt:Text = 'What is this?' # asked of every picture
 
@@ -254,8 +272,10 @@ class ClassConfig(VLMConfig):
         super().__post_init__()
         names = self.class_names
         require(len(names)>1, f'class_names is {names}: give two or more')
-        require(len(set(names))==len(names) and all(names),
-            'class_names has empty or equal names: give each class one of its own')
+        require(
+            len(set(names))==len(names) and all(names),
+            'class_names has empty or equal names: give each class one of its own'
+        )
         self.lm_tie_weights = False # there is no head over the vocabulary
 
 # %% ../../nbs/81_uses.classify.ipynb #81ab0001
@@ -271,8 +291,12 @@ class _ClassSamples(VQADataset):
     def __init__(self, cfg:ClassConfig, tokenizer, # with the image tokens
         custom_transforms=(), # augmentations, see `14_data.images`
     ):
-        super().__init__((), tokenizer, image_processor_of(cfg, custom_transforms),
-            cfg.mp_image_token_length)
+        super().__init__(
+            (),
+            tokenizer,
+            image_processor_of(cfg, custom_transforms),
+            cfg.mp_image_token_length
+        )
         self.cfg = cfg
         self.plans:dict[tuple,Plan] = {} # by the grids of a row's pictures: rows differ in nothing else
 
@@ -288,8 +312,9 @@ class _ClassSamples(VQADataset):
 
     def _first_plan(self, row):
         "The plan of a row, up to the token that follows what the head reads."
-        plan = super().plan_row(row|dict(texts=[dict(user=self.cfg.class_prompt,
-            assistant='?')]))
+        plan = super().plan_row(
+            row|dict(texts=[dict(user=self.cfg.class_prompt, assistant='?')])
+        )
         end = int((plan.labels!=IGNORE).argmax())+2
         return replace(plan, ids=plan.ids[:end], tokens=plan.tokens-len(plan.ids)+end)
 
@@ -368,8 +393,9 @@ def make_classifier(cfg:ClassConfig,
         return VLMClassifier(cfg, cfg.vlm_load_backbone_weights, read=read).train()
     model = VLMClassifier(cfg, held=COMPONENTS)
     known = _has_classes(resolve_checkpoint(path))
-    begun = (VLMClassifier if known else VisionLanguageModel).from_pretrained(path,
-        read=False)
+    begun = (VLMClassifier if known else VisionLanguageModel).from_pretrained(
+        path, read=False
+    )
     # a head of other classes, or of words, stays behind
     if known and begun.cfg.class_names!=cfg.class_names:
         begun.unread.makers.pop('score.weight')
@@ -400,8 +426,10 @@ def _metrics_of(judged:list[_Judged])->dict[str,float]: # at least one
     by_dataset:dict[str,list[bool]] = {}
     for row in judged:
         by_dataset.setdefault(row.dataset, []).append(row.label==row.predicted)
-    figures = {f'eval/{name}_accuracy':sum(right)/len(right)
-        for name,right in by_dataset.items()}
+    figures = {
+        f'eval/{name}_accuracy':sum(right)/len(right)
+        for name,right in by_dataset.items()
+    }
     figures['eval/overall_accuracy'] = sum(map(sum, by_dataset.values()))/len(judged)
     figures['eval/overall_loss'] = sum(row.loss for row in judged)/len(judged)
     return figures
@@ -448,8 +476,11 @@ class ValidateClasses(Validate):
         judged = []
         for row_id,of_row in zip(chain.from_iterable(batch['ids']), scores):
             place,dataset,label = self.labels[row_id]
-            judged.append(_Judged(place, dataset, label, int(of_row.argmax()),
-                -float(of_row[label])))
+            judged.append(
+                _Judged(
+                    place, dataset, label, int(of_row.argmax()), -float(of_row[label])
+                )
+            )
         return judged
 
     def measure(self, trainer:Trainer)->dict[str,float]|None: # every rank calls; None: stopped, or no picture
@@ -472,8 +503,9 @@ class ValidateClasses(Validate):
         if not trainer.step: return False
         better = first or accuracy>self.best['best_overall_accuracy']
         if better:
-            self.best = dict(best_overall_accuracy=accuracy,
-                best_model_step=trainer.step)
+            self.best = dict(
+                best_overall_accuracy=accuracy, best_model_step=trainer.step
+            )
         found |= self.best|dict(best_step=self.best['best_model_step'])
         if better and trainer.dist.is_master:
             names = trainer.base.cfg.class_names
@@ -519,10 +551,13 @@ def _links(folder, wanted):
 # %% ../../nbs/81_uses.classify.ipynb #f87fbdf0
 def _lay_out(run_dir:Path)->None:
     "Brings `logs/` and `checkpoints/` of a run up to date."
-    _links(run_dir/'logs',
-        {name:f'../{name}' for name in LOGS if (run_dir/name).exists()})
-    _links(run_dir/'checkpoints',
-        {f'checkpoint-{p.name[5:]}':f'../{p.name}' for p in checkpoints(run_dir)})
+    _links(
+        run_dir/'logs', {name:f'../{name}' for name in LOGS if (run_dir/name).exists()}
+    )
+    _links(
+        run_dir/'checkpoints',
+        {f'checkpoint-{p.name[5:]}':f'../{p.name}' for p in checkpoints(run_dir)}
+    )
 
 # %% ../../nbs/81_uses.classify.ipynb #6d344855
 @dataclass
@@ -554,19 +589,28 @@ class _Keys(Config):
 # %% ../../nbs/81_uses.classify.ipynb #6d344856
 _NAMES = [f.name for f in fields(_Keys)]
 _AT = [0, _NAMES.index('datasets'), _NAMES.index('log_freq'), None]
-SECTIONS:dict[str,list[str]] = {section:_NAMES[a:b]
-    for section,a,b in zip(('model','training','monitor'), _AT, _AT[1:])}
+SECTIONS:dict[str,list[str]] = {
+    section:_NAMES[a:b]
+    for section,a,b in zip(('model','training','monitor'), _AT, _AT[1:])
+}
 # key of a guide for Qwen2.5-VL -> here
-GUIDE = dict(pretrained_name='name', num_epochs='epochs',
-    num_train_epochs='epochs', lr='learning_rate',
-    per_device_train_batch_size='batch_size', training_log_freq='log_freq')
+GUIDE = dict(
+    pretrained_name='name',
+    num_epochs='epochs',
+    num_train_epochs='epochs',
+    lr='learning_rate',
+    per_device_train_batch_size='batch_size',
+    training_log_freq='log_freq'
+)
 
 # %% ../../nbs/81_uses.classify.ipynb #81aa0001
 def _entries(sections, where, known):
     "The lines of a file, whatever section they are in; a guide's frequencies lie one level deeper."
     for section,entries in sections.items():
-        require(isinstance(entries or {}, dict),
-            f'{where}: the section {section} holds lines of the form `field: value`')
+        require(
+            isinstance(entries or {}, dict),
+            f'{where}: the section {section} holds lines of the form `field: value`'
+        )
         for name,value in (entries or {}).items():
             deeper = isinstance(value, dict) and name not in known
             yield from value.items() if deeper else [(name, value)]
@@ -587,8 +631,10 @@ def sorted_in(sections:dict, where:str='the settings')->dict[str,Any]: # section
         check_known([key], place_of, f'key in {where}')
         if key!=written:
             translations.append(f'{written} in {where} is {key} here')
-        require(key not in place_of[key],
-            f'{where} gives {key} twice, once as {written}: leave one out')
+        require(
+            key not in place_of[key],
+            f'{where} gives {key} twice, once as {written}: leave one out'
+        )
         place_of[key][key] = value
     return own|dict(vlm=vlm, train=train, translations=translations)
 
@@ -609,14 +655,19 @@ class Settings(_Keys):
     def load(cls, path:str|Path)->'Settings': # a YAML file
         "Returns the settings in a file, its defaults filled in."
         with user_path():
-            return cls(**sorted_in(read_sections(path, f'write {", ".join(SECTIONS)}'),
-                str(path)))
+            return cls(
+                **sorted_in(
+                    read_sections(path, f'write {", ".join(SECTIONS)}'), str(path)
+                )
+            )
 
     def save(self, path:str|Path)->None:
         "Writes a file with all values, but where a start resumed: the next must not go back to there."
         values = vars(self)
-        sections = {section:{name:values[name] for name in names}
-            for section,names in SECTIONS.items()}
+        sections = {
+            section:{name:values[name] for name in names}
+            for section,names in SECTIONS.items()
+        }
         resumed = {'resume','load_from'} if self.train.get('resume') else ()
         sections['model'] |= self.vlm
         sections['training'] |= {k:v for k,v in self.train.items() if k not in resumed}
@@ -632,8 +683,9 @@ def _start(settings):
         return evolve(preset(name)[0], **settings.vlm),None,None
     resumed = None
     if settings.train.get('resume'):
-        run_dir = run_path(settings.output_dir,
-            **dict(run_name=settings.run_name)|settings.train)
+        run_dir = run_path(
+            settings.output_dir, **dict(run_name=settings.run_name)|settings.train
+        )
         if run_dir: resumed = last_checkpoint(run_dir)
     if resumed:
         folder = resumed
@@ -647,26 +699,38 @@ def _start(settings):
         folder = resolve_checkpoint(find_checkpoint(name))
         saved = checkpoint_config(folder, ClassConfig if _has_classes(folder) else VLMConfig).to_dict()
         saved['lm_tokenizer'] = find_tokenizer(folder, saved['lm_tokenizer'])
-    of_model = {field:value for field,value in saved.items()
-        if not field.startswith('class_')}
+    of_model = {
+        field:value for field,value in saved.items() if not field.startswith('class_')
+    }
     cfg = evolve(VLMConfig.from_dict(of_model), **settings.vlm)
     return cfg,None if resumed else str(folder),folder
 
 # %% ../../nbs/81_uses.classify.ipynb #af2705ef
-_SAME = dict(lr_backbones='learning_rate', batch_size='batch_size',
-    max_epochs='epochs', run_name='run_name',
+_SAME = dict(
+    lr_backbones='learning_rate',
+    batch_size='batch_size',
+    max_epochs='epochs',
+    run_name='run_name',
     gradient_accumulation_steps='gradient_accumulation_steps',
     train_dataset_name='datasets',
     vision_checkpointing='gradient_checkpointing',
     language_checkpointing='gradient_checkpointing',
-    max_keep_ckpts='save_total_limit', eval_interval='eval_log_freq',
+    max_keep_ckpts='save_total_limit',
+    eval_interval='eval_log_freq',
     stats_log_interval='report_freq',
-    log_wandb='use_wandb', wandb_project='project') # field of `TrainConfig` -> key
-_ALWAYS:dict[str,Any] = dict(train_dataset_path='labels', stream_dataset=False,
+    log_wandb='use_wandb',
+    wandb_project='project'
+) # field of `TrainConfig` -> key
+_ALWAYS:dict[str,Any] = dict(
+    train_dataset_path='labels',
+    stream_dataset=False,
     val_size=0,
-    max_images_per_example=1, max_images_per_knapsack=1, ask_samples=0,
+    max_images_per_example=1,
+    max_images_per_knapsack=1,
+    ask_samples=0,
     use_lmms_eval=False,
-    wandb_entity=None)
+    wandb_entity=None
+)
 
 # %% ../../nbs/81_uses.classify.ipynb #81aa0012
 def _warmup_steps(settings:Settings, updates:int)->int: # of the run
@@ -684,11 +748,16 @@ def _train_config(settings:Settings, data:_ClassData, world_size:int, # ranks
     length = min(updates, settings.train.get('max_training_steps', updates))
     # at most one a core, and one a lane
     workers = min(settings.dataloader_num_workers, lanes, os.cpu_count() or 1)
-    values:dict[str,Any] = _ALWAYS|dict(lr_mp=settings.learning_rate,
+    values:dict[str,Any] = _ALWAYS|dict(
+        lr_mp=settings.learning_rate,
         max_training_steps=updates,
-        warmup_ratio=_warmup_steps(settings, length)/length, max_sample_length=longest,
-        max_val_batches=len(data.val), num_workers=workers, val_workers=min(workers, 2),
-        load_from=weights)
+        warmup_ratio=_warmup_steps(settings, length)/length,
+        max_sample_length=longest,
+        max_val_batches=len(data.val),
+        num_workers=workers,
+        val_workers=min(workers, 2),
+        load_from=weights
+    )
     for field,key in _SAME.items():
         values[field] = getattr(settings, key)
     return evolve(TrainConfig(**values), **settings.train)
@@ -700,10 +769,16 @@ def configs_of(settings:Settings, data:_ClassData, world_size:int=1)->tuple[Clas
         f'num_labels is {settings.num_labels}, but '
         f'{", ".join(settings.datasets)} have {len(data.names)} classes: leave it out or change the data')
     base,weights,folder = _start(settings)
-    cfg = _as_classifier(base, data.names, class_prompt=settings.prompt,
-        vlm_checkpoint_path=settings.output_dir, hf_repo_name=None,
+    cfg = _as_classifier(
+        base,
+        data.names,
+        class_prompt=settings.prompt,
+        vlm_checkpoint_path=settings.output_dir,
+        hf_repo_name=None,
         attn_backend=base.attn_backend
-        if settings.memory_efficient_attention else 'explicit')
+        if settings.memory_efficient_attention
+        else 'explicit'
+    )
     source = cfg.lm_tokenizer
     if folder: source = find_tokenizer(folder, source)
     tokenizer = load_tokenizer(evolve(cfg, lm_tokenizer=source))
@@ -712,8 +787,11 @@ def configs_of(settings:Settings, data:_ClassData, world_size:int=1)->tuple[Clas
     train_cfg = _train_config(settings, data, world_size, cfg.lm_max_length, weights)
     require(not train_cfg.stream_dataset,
         'stream_dataset is True, but a classifier reads its pictures in any order: leave it out')
-    require(train_cfg.lr_mp>0, f'lr_mp is {train_cfg.lr_mp}: '
-        'the head trains with this rate and would never learn, raise it')
+    require(
+        train_cfg.lr_mp>0,
+        f'lr_mp is {train_cfg.lr_mp}: '
+        'the head trains with this rate and would never learn, raise it'
+    )
     return cfg,train_cfg
 
 # %% ../../nbs/81_uses.classify.ipynb #c7395d6e
@@ -731,25 +809,36 @@ class _ClassHook(Hook):
             settings.save(log.run_dir/CLASSIFY)
         for line in settings.translations: log.info(line)
         counts = self.data.train.sizes|self.data.val.sizes
-        sizes = ', '.join(f'{name} {count} {split}'
-            for (name,split),count in counts.items())
+        sizes = ', '.join(
+            f'{name} {count} {split}' for (name,split),count in counts.items()
+        )
         log.info(f'{len(self.data.names)} classes; {sizes}; {trainer.cfg.num_workers} workers for training '
             f'(asked for {settings.dataloader_num_workers})')
-        log.info('training, speed and memory are reported together, '
-            f'every {settings.report_freq} updates')
+        log.info(
+            'training, speed and memory are reported together, '
+            f'every {settings.report_freq} updates'
+        )
         length = trainer.total_steps or settings.warmup_steps+1
         warmup = _warmup_steps(settings, length)
         if warmup<settings.warmup_steps:
-            log.info(f'warmup_steps {settings.warmup_steps}, but the run has '
-            f'{length} updates: the learning rate rises in {warmup} of them')
+            log.info(
+                f'warmup_steps {settings.warmup_steps}, but the run has '
+                f'{length} updates: the learning rate rises in {warmup} of them'
+            )
 
 # %% ../../nbs/81_uses.classify.ipynb #81ab0008
 def _classify_again(run_dir:Path, settings:dict, # of the run; its fields
     dist:Dist=Dist(), changes:dict={}, # its ranks; fields that are to have another value
 )->str: # a line for the shell
     "Returns the command that resumes a run, as `runs.start.go_on` does of others."
-    words = ['--config', run_dir/CLASSIFY, '--run_name', run_dir.name,
-        '--resume_from', 'latest']
+    words = [
+        '--config',
+        run_dir/CLASSIFY,
+        '--run_name',
+        run_dir.name,
+        '--resume_from',
+        'latest'
+    ]
     line = relaunch('classify', words, settings, dist)
     if not changes: return line
     entries = ', '.join(f'{key}: {value}' for key,value in changes.items())
@@ -774,12 +863,14 @@ def _class_parts(settings:Settings, data:_ClassData, train_cfg:TrainConfig)->dic
             source = MapSource(rows, train_cfg.seed, shuffle=shuffle)
             samples = _ClassSamples(cfg, tokenizer, transforms)
             return pack_loader(source, samples, cfg, train_cfg, dist, shuffle, workers)
-        return [loader(data.train, transforms_of(train_cfg), True,
-            train_cfg.num_workers),
-            loader(data.val, (), False, train_cfg.val_workers)]
+        return [
+            loader(data.train, transforms_of(train_cfg), True, train_cfg.num_workers),
+            loader(data.val, (), False, train_cfg.val_workers)
+        ]
     hooks = [_ClassHook(settings, data), ValidateClasses(train_cfg.eval_interval)]
-    return dict(model=partial(make_classifier, read=False), loaders=loaders,
-        hooks=hooks)
+    return dict(
+        model=partial(make_classifier, read=False), loaders=loaders, hooks=hooks
+    )
 
 # %% ../../nbs/81_uses.classify.ipynb #81aa0008
 def classify_on(settings:Settings, dist:Dist,
@@ -787,12 +878,20 @@ def classify_on(settings:Settings, dist:Dist,
     config:str|None=None, # the user's own file, which is kept as it is
 )->Path: # directory of the run
     "Trains a classifier on ranks that are already initialised."
-    data = load_classes(settings.datasets, settings.val_share,
-        settings.train.get('seed', TrainConfig.seed))
+    data = load_classes(
+        settings.datasets,
+        settings.val_share,
+        settings.train.get('seed', TrainConfig.seed)
+    )
     configs = configs_of(settings, data, dist.world_size)
-    run_dir = run(*configs, **_class_parts(settings, data, configs[1]), dist=dist,
+    run_dir = run(
+        *configs,
+        **_class_parts(settings, data, configs[1]),
+        dist=dist,
         stop=stop,
-                  asked=Namespace(config=config), command=_classify_again)
+        asked=Namespace(config=config),
+        command=_classify_again
+    )
     if dist.is_master: _lay_out(run_dir)
     return run_dir
 
@@ -808,10 +907,12 @@ def _with_resume(settings:Settings, resume_from:str)->Settings: # 'checkpoint-N'
         return replace(settings, train=settings.train|dict(resume=True))
     if not checkpoint.exists():
         checkpoint = run_dir/resume_from.replace('checkpoint-', 'step_')
-    require(not settings.run_name or run_of(checkpoint)==run_dir.resolve(),
+    require(
+        not settings.run_name or run_of(checkpoint)==run_dir.resolve(),
         f'cannot resume: {checkpoint} '
         f'is of another run than {run_dir}. Leave run_name out to go on with its own, '
-        'or begin with its weights: --model')
+        'or begin with its weights: --model'
+    )
     start = dict(resume=True, load_from=str(checkpoint.resolve()))
     return replace(settings, train=settings.train|start)
 
@@ -826,8 +927,9 @@ def _asked_settings(config:str|None, given:dict[str,Any], # a file; fields of `_
         'hub, digits or shapes')
     trusted = {name:value for name,value in trusted.items() if value}
     if config:
-        check_trust(config, dict(wandb_project=settings.project)|settings.train,
-            trusted)
+        check_trust(
+            config, dict(wandb_project=settings.project)|settings.train, trusted
+        )
     given = {name:value for name,value in given.items() if value}
     return replace(settings, train=settings.train|trusted, **given)
 
@@ -840,8 +942,10 @@ def classify(config:str|None=None, model:str|None=None, # YAML file; in place of
     settings = _asked_settings(config, given, trusted)
     if resume_from:
         settings = _with_resume(settings, resume_from)
-    with process_group(settings.train.get('timeout_s', TrainConfig.timeout_s)) as (dist,
-        stop):
+    with process_group(settings.train.get('timeout_s', TrainConfig.timeout_s)) as (
+        dist,
+        stop
+    ):
         run_dir = classify_on(settings, dist, stop, config)
     return exit_code(run_dir)
 
@@ -849,13 +953,17 @@ def classify(config:str|None=None, model:str|None=None, # YAML file; in place of
 def sort_pictures(checkpoint:str|None, pictures:list[str]|None)->None: # or a run directory; files
     "Prints a line for each picture: file, class, probability."
     if not (checkpoint and pictures):
-        raise UsageError('to sort pictures, give --predict CHECKPOINT and one or more files; '
-            'to train, give --config FILE.yaml')
+        raise UsageError(
+            'to sort pictures, give --predict CHECKPOINT and one or more files; '
+            'to train, give --config FILE.yaml'
+        )
     path = find_checkpoint(checkpoint)
     try: model = VLMClassifier.from_pretrained(path)
     except ValueError as e:
-        raise UsageError(f'{checkpoint} cannot sort pictures: {e}; '
-            'give a checkpoint of nanovlm classify') from e
+        raise UsageError(
+            f'{checkpoint} cannot sort pictures: {e}; '
+            'give a checkpoint of nanovlm classify'
+        ) from e
     labels,probs = model.predict(pictures)
     for picture,label,share in zip(pictures, labels, probs.amax(1).tolist()):
         say(f'{picture}\t{label}\t{share:.3f}')

@@ -42,11 +42,18 @@ HAIR = 2**-24 # what a black pixel becomes
 
 def _picture_rules(cfg:VLMConfig)->dict: # reads sizes of pictures and tiles, `pixel_mean`, `pixel_std`
     "Returns the contents of preprocessor_config.json: what transformers does to a picture."
-    means,stds = (3*values if len(values)==1 else values
-        for values in (cfg.pixel_mean,cfg.pixel_std))
-    rules = dict(do_convert_rgb=True, do_resize=True, do_rescale=True,
+    means,stds = (
+        3*values if len(values)==1 else values
+        for values in (cfg.pixel_mean,cfg.pixel_std)
+    )
+    rules = dict(
+        do_convert_rgb=True,
+        do_resize=True,
+        do_rescale=True,
         rescale_factor=1/255,
-        do_normalize=True, image_std=[*stds])
+        do_normalize=True,
+        image_std=[*stds]
+    )
     if cfg.native:
         limits = dict(min_pixels=cfg.min_pixels, max_pixels=cfg.max_pixels) # as transformers 4 reads them
         return rules|limits|dict(image_processor_type='Qwen2VLImageProcessor',
@@ -55,11 +62,16 @@ def _picture_rules(cfg:VLMConfig)->dict: # reads sizes of pictures and tiles, `p
             patch_size=cfg.vit_patch_size, merge_size=cfg.mp_pixel_shuffle_factor,
             temporal_patch_size=2)
     means = [m-HAIR*float(m*255).is_integer() for m in means]
-    return rules|dict(image_processor_type='Idefics3ImageProcessor',
+    return rules|dict(
+        image_processor_type='Idefics3ImageProcessor',
         processor_class='Idefics3Processor',
-        size=dict(longest_edge=cfg.max_img_size), resample=1, do_image_splitting=True,
-        max_image_size=dict(longest_edge=cfg.vit_img_size), image_mean=means,
-        do_pad=True)
+        size=dict(longest_edge=cfg.max_img_size),
+        resample=1,
+        do_image_splitting=True,
+        max_image_size=dict(longest_edge=cfg.vit_img_size),
+        image_mean=means,
+        do_pad=True
+    )
 
 # %% ../../nbs/80_uses.export.ipynb #a835ae79
 AS_TEXT = (
@@ -84,8 +96,9 @@ def _template(cfg:VLMConfig, tokenizer:PreTrainedTokenizerBase)->str: # whose ow
 # %% ../../nbs/80_uses.export.ipynb #61584279
 def save_json(path:Path, values:dict)->None:
     "Writes a file of settings."
-    path.write_text(json.dumps(values, indent=2, ensure_ascii=False)+'\n',
-        encoding='utf-8')
+    path.write_text(
+        json.dumps(values, indent=2, ensure_ascii=False)+'\n', encoding='utf-8'
+    )
 
 # %% ../../nbs/80_uses.export.ipynb #80a00001
 NO_PROCESSOR = ('It has no processor: its prompts follow the convention of nanoVLM, which transformers '
@@ -113,8 +126,10 @@ def write_form(model:VisionLanguageModel, folder:Path, kind:str)->None: # in `WH
     cfg = model.cfg
     tokenizer = copy.deepcopy(model.tokenizer)
     config,_ = to_qwen({}, cfg) if kind=='qwen2_5_vl' else to_smolvlm({}, cfg, kind)
-    ends = {f'{name}_token_id':getattr(tokenizer, f'{name}_token_id')
-        for name in ('eos','pad','bos')}
+    ends = {
+        f'{name}_token_id':getattr(tokenizer, f'{name}_token_id')
+        for name in ('eos','pad','bos')
+    }
     tokenizer.chat_template = _template(cfg, tokenizer)
     save_tokenizer(tokenizer, folder)
     save_json(folder/'config.json', config|dict(text_config=config['text_config']|ends))
@@ -126,9 +141,13 @@ def write_form(model:VisionLanguageModel, folder:Path, kind:str)->None: # in `WH
     if not whole: return
     save_json(folder/'preprocessor_config.json', _picture_rules(cfg))
     if not cfg.native:
-        save_json(folder/'processor_config.json',
-              dict(processor_class='Idefics3Processor',
-                  image_seq_len=cfg.mp_image_token_length))
+        save_json(
+            folder/'processor_config.json',
+            dict(
+                processor_class='Idefics3Processor',
+                image_seq_len=cfg.mp_image_token_length
+            )
+        )
 
 # %% ../../nbs/80_uses.export.ipynb #67e67e56
 def export_smolvlm(model:VisionLanguageModel, folder:str|Path, kind:str='smolvlm')->None: # or idefics3
@@ -161,8 +180,10 @@ def open_model(name:str|Path, kind:str='nanovlm', # format to write
     if kind!='peft':
         return own.from_pretrained(name)
     folder = Path(find_checkpoint(name))
-    require((folder/LORA_NOTE).is_file(),
-        'it holds no adapters: format peft is for a run with lora_rank')
+    require(
+        (folder/LORA_NOTE).is_file(),
+        'it holds no adapters: format peft is for a run with lora_rank'
+    )
     check_files(folder)
     return read_adapted(folder)
 
@@ -176,14 +197,18 @@ def check_exportable(model:VisionLanguageModel, kind:str)->None: # format to wri
     names = ('vision_encoder','MP','decoder')
     parts = dict(zip(names, (*TOWERS[model.cfg.image_convention], LanguageModel)))
     own = [name for name,usual in parts.items() if type(getattr(model, name)) is not usual]
-    require(not own, f'this model has a {" and a ".join(own)} of its own, which {kind} cannot hold: '
-        'take format nanovlm')
+    require(
+        not own,
+        f'this model has a {" and a ".join(own)} of its own, which {kind} cannot hold: '
+        'take format nanovlm'
+    )
 
 def need(extra:str, *packages:str)->None: # of this package
     "Raises a UsageError about a package that is not installed."
     for package in packages:
-        require(find_spec(package),
-            f'{package} is missing: pip install nanovlm_nb[{extra}]')
+        require(
+            find_spec(package), f'{package} is missing: pip install nanovlm_nb[{extra}]'
+        )
 
 # %% ../../nbs/80_uses.export.ipynb #85a0000a
 _QWEN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
@@ -194,7 +219,12 @@ _AS_BYTES = _AS_GPT2|dict(use_regex=False)
 PRE_TOKENIZERS = {
     'smollm': [dict(type='Digits', individual_digits=True), _AS_GPT2],
     'gpt-2': [_AS_GPT2],
-    'qwen2': [dict(type='Split', pattern=dict(Regex=_QWEN), behavior='Isolated', invert=False), _AS_BYTES],
+    'qwen2': [
+        dict(
+            type='Split', pattern=dict(Regex=_QWEN), behavior='Isolated', invert=False
+        ),
+        _AS_BYTES
+    ],
 }
 
 # %% ../../nbs/80_uses.export.ipynb #85ab0001
@@ -223,42 +253,78 @@ def _vocabulary(tokenizer:PreTrainedTokenizerBase, rows:int, # of the embedding 
         texts[number] = token
         kinds[number] = int(TokenType.NORMAL)
     for token in parts['added_tokens']:
-        kinds[token['id']] = int(TokenType.CONTROL
-            if token['special'] else TokenType.USER_DEFINED)
-    merges = [pair if isinstance(pair, str) else ' '.join(pair)
-        for pair in parts['model']['merges']]
+        kinds[token['id']] = int(
+            TokenType.CONTROL if token['special'] else TokenType.USER_DEFINED
+        )
+    merges = [
+        pair if isinstance(pair, str) else ' '.join(pair)
+        for pair in parts['model']['merges']
+    ]
     pre = pre_tokenizer(parts)
-    require(pre, 'llama.cpp is not told of tokenizers of this kind here: '
-        f'it can be BPE with the pre-tokenizer of {", ".join(PRE_TOKENIZERS)}')
-    values = dict(model='gpt2', pre=pre, tokens=texts, token_type=kinds, merges=merges,
-        add_bos_token=False, add_eos_token=False, bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id, unknown_token_id=tokenizer.unk_token_id,
-        padding_token_id=tokenizer.pad_token_id)
-    return {f'tokenizer.ggml.{key}':value for key,value in values.items()
-        if value is not None}
+    require(
+        pre,
+        'llama.cpp is not told of tokenizers of this kind here: '
+        f'it can be BPE with the pre-tokenizer of {", ".join(PRE_TOKENIZERS)}'
+    )
+    values = dict(
+        model='gpt2',
+        pre=pre,
+        tokens=texts,
+        token_type=kinds,
+        merges=merges,
+        add_bos_token=False,
+        add_eos_token=False,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        unknown_token_id=tokenizer.unk_token_id,
+        padding_token_id=tokenizer.pad_token_id
+    )
+    return {
+        f'tokenizer.ggml.{key}':value
+        for key,value in values.items()
+        if value is not None
+    }
 
 # %% ../../nbs/80_uses.export.ipynb #85a00010
-LANGUAGE_NAMES = Family('', '', {
-    'token_embedding.weight': 'token_embd.weight',
-    'blocks.*.norm1.weight': 'blk.*.attn_norm.weight',
-    'blocks.*.attn.out_proj.weight': 'blk.*.attn_output.weight',
-    'blocks.*.attn.*_norm.weight': 'blk.*.attn_*_norm.weight',
-    'blocks.*.attn.*_proj.*': 'blk.*.attn_*.*',
-    'blocks.*.norm2.weight': 'blk.*.ffn_norm.weight',
-    'blocks.*.mlp.*_proj.weight': 'blk.*.ffn_*.weight',
-    'norm.weight': 'output_norm.weight',
-    'head.weight': 'output.weight'}, {}, {}, ())
-VISION_NAMES = Family('', '', {
-    'vision_encoder.patch_embedding.conv.*': 'v.patch_embd.*',
-    'vision_encoder.patch_embedding.position_embedding': 'v.position_embd.weight',
-    'vision_encoder.blocks.*.ln1.*': 'v.blk.*.ln1.*',
-    'vision_encoder.blocks.*.attn.qkv_proj.*': [f'v.blk.*.attn_{x}.*' for x in 'qkv'],
-    'vision_encoder.blocks.*.attn.out_proj.*': 'v.blk.*.attn_out.*',
-    'vision_encoder.blocks.*.ln2.*': 'v.blk.*.ln2.*',
-    'vision_encoder.blocks.*.mlp.fc1.*': 'v.blk.*.ffn_up.*',
-    'vision_encoder.blocks.*.mlp.fc2.*': 'v.blk.*.ffn_down.*',
-    'vision_encoder.layer_norm.*': 'v.post_ln.*',
-    'MP.proj.weight': 'mm.model.fc.weight'}, {}, {}, ())
+LANGUAGE_NAMES = Family(
+    '',
+    '',
+    {
+        'token_embedding.weight': 'token_embd.weight',
+        'blocks.*.norm1.weight': 'blk.*.attn_norm.weight',
+        'blocks.*.attn.out_proj.weight': 'blk.*.attn_output.weight',
+        'blocks.*.attn.*_norm.weight': 'blk.*.attn_*_norm.weight',
+        'blocks.*.attn.*_proj.*': 'blk.*.attn_*.*',
+        'blocks.*.norm2.weight': 'blk.*.ffn_norm.weight',
+        'blocks.*.mlp.*_proj.weight': 'blk.*.ffn_*.weight',
+        'norm.weight': 'output_norm.weight',
+        'head.weight': 'output.weight'
+    },
+    {},
+    {},
+    ()
+)
+VISION_NAMES = Family(
+    '',
+    '',
+    {
+        'vision_encoder.patch_embedding.conv.*': 'v.patch_embd.*',
+        'vision_encoder.patch_embedding.position_embedding': 'v.position_embd.weight',
+        'vision_encoder.blocks.*.ln1.*': 'v.blk.*.ln1.*',
+        'vision_encoder.blocks.*.attn.qkv_proj.*': [
+            f'v.blk.*.attn_{x}.*' for x in 'qkv'
+        ],
+        'vision_encoder.blocks.*.attn.out_proj.*': 'v.blk.*.attn_out.*',
+        'vision_encoder.blocks.*.ln2.*': 'v.blk.*.ln2.*',
+        'vision_encoder.blocks.*.mlp.fc1.*': 'v.blk.*.ffn_up.*',
+        'vision_encoder.blocks.*.mlp.fc2.*': 'v.blk.*.ffn_down.*',
+        'vision_encoder.layer_norm.*': 'v.post_ln.*',
+        'MP.proj.weight': 'mm.model.fc.weight'
+    },
+    {},
+    {},
+    ()
+)
 _PLACES = 'v.position_embd.weight'
 
 # %% ../../nbs/80_uses.export.ipynb #85a00012
@@ -290,17 +356,23 @@ def _language_settings(cfg:VLMConfig)->dict[str,Any]: # key -> value
     "Returns what llama.cpp must know of the language model."
     kind = text_type(cfg)
     width = cfg.head_width
-    sizes = {'context_length':cfg.lm_max_position_embeddings,
+    sizes = {
+        'context_length':cfg.lm_max_position_embeddings,
         'embedding_length':cfg.lm_hidden_dim,
-        'block_count':cfg.lm_n_blocks, 'feed_forward_length':cfg.lm_inter_dim,
+        'block_count':cfg.lm_n_blocks,
+        'feed_forward_length':cfg.lm_inter_dim,
         'vocab_size':cfg.lm_vocab_size,
         'attention.head_count':cfg.lm_n_heads,
         'attention.head_count_kv':cfg.lm_n_kv_heads,
-        'attention.key_length':width, 'attention.value_length':width,
+        'attention.key_length':width,
+        'attention.value_length':width,
         'attention.layer_norm_rms_epsilon':cfg.lm_rms_eps,
-        'rope.dimension_count':width, 'rope.freq_base':float(cfg.lm_re_base)}
-    return {'general.architecture':kind, 'general.type':'model'}|{f'{kind}.{k}':v
-        for k,v in sizes.items()}
+        'rope.dimension_count':width,
+        'rope.freq_base':float(cfg.lm_re_base)
+    }
+    return {'general.architecture':kind, 'general.type':'model'}|{
+        f'{kind}.{k}':v for k,v in sizes.items()
+    }
 
 # %% ../../nbs/80_uses.export.ipynb #85ab0003
 # activations that llama.cpp's towers have
@@ -309,17 +381,26 @@ _ACTIVATION_KEYS = dict(gelu_pytorch_tanh={'clip.use_gelu':True}, quick_gelu={})
 def _vision_settings(cfg:VLMConfig)->dict[str,Any]: # key -> value
     "Returns what llama.cpp must know of the tower, the projector and the pixels."
     means,stds = (v*3 if len(v)==1 else list(v) for v in (cfg.pixel_mean,cfg.pixel_std))
-    sizes = {'image_size':cfg.vit_img_size, 'patch_size':cfg.vit_patch_size,
-        'preproc_image_size':cfg.max_img_size, 'embedding_length':cfg.vit_hidden_dim,
-        'feed_forward_length':cfg.vit_inter_dim, 'block_count':cfg.vit_n_blocks,
+    sizes = {
+        'image_size':cfg.vit_img_size,
+        'patch_size':cfg.vit_patch_size,
+        'preproc_image_size':cfg.max_img_size,
+        'embedding_length':cfg.vit_hidden_dim,
+        'feed_forward_length':cfg.vit_inter_dim,
+        'block_count':cfg.vit_n_blocks,
         'projection_dim':cfg.lm_hidden_dim,
         'projector.scale_factor':cfg.mp_pixel_shuffle_factor,
         'attention.head_count':cfg.vit_n_heads,
         'attention.layer_norm_epsilon':cfg.vit_ln_eps,
-        'image_mean':[float(m) for m in means], 'image_std':[float(s) for s in stds]}
-    kind = {'general.architecture':'clip', 'general.type':'mmproj',
+        'image_mean':[float(m) for m in means],
+        'image_std':[float(s) for s in stds]
+    }
+    kind = {
+        'general.architecture':'clip',
+        'general.type':'mmproj',
         'clip.has_vision_encoder':True,
-            'clip.projector_type':'idefics3'}
+        'clip.projector_type':'idefics3'
+    }
     return kind|_ACTIVATION_KEYS[cfg.vit_activation]|{f'clip.vision.{k}':v
         for k,v in sizes.items()}
 
@@ -342,8 +423,9 @@ def _announced(name):
     "Returns the text by which llama.cpp finds a token, if it looks for one."
     if name.startswith('r') and 'c' in name:
         return '<row_{}_col_{}>'.format(*name[1:].split('c'))
-    return dict(fake_image_token='<fake_token_around_image>',
-        global_image_token='<global-img>').get(name)
+    return dict(
+        fake_image_token='<fake_token_around_image>', global_image_token='<global-img>'
+    ).get(name)
 
 # %% ../../nbs/80_uses.export.ipynb #85ab0005
 def _check_carried(cfg:VLMConfig, tokenizer:PreTrainedTokenizerBase, # of a model; its tokenizer
@@ -354,13 +436,17 @@ def _check_carried(cfg:VLMConfig, tokenizer:PreTrainedTokenizerBase, # of a mode
         f'image_convention is {cfg.image_convention}, but llama.cpp '
         'cuts and announces pictures as smolvlm does: train with image_convention smolvlm, '
         'or take format onnx')
-    require(cfg.vit_activation in _ACTIVATION_KEYS,
+    require(
+        cfg.vit_activation in _ACTIVATION_KEYS,
         f"vit_activation is {cfg.vit_activation}, but "
-        f"llama.cpp's towers have {' and '.join(_ACTIVATION_KEYS)}: take format onnx")
+        f"llama.cpp's towers have {' and '.join(_ACTIVATION_KEYS)}: take format onnx"
+    )
     for name,token in cfg.vlm_extra_tokens.items():
-        require(_announced(name) in (None, token),
+        require(
+            _announced(name) in (None, token),
             f'vlm_extra_tokens has {token} for {name}, '
-            f'but llama.cpp looks for {_announced(name)}: train with that')
+            f'but llama.cpp looks for {_announced(name)}: train with that'
+        )
     require(cfg.max_img_size!=cfg.vit_img_size,
         f'max_img_size is {cfg.max_img_size}, one tile, but '
         'llama.cpp shows every picture in tiles and as a whole: train with two tiles a side or more, '
@@ -377,9 +463,13 @@ def _write_gguf(path:Path, settings:dict[str,Any], # of the file; key -> value
     "Writes one file."
     from gguf import GGUFWriter
     writer = GGUFWriter(path, settings['general.architecture'])
-    add:dict[type,Any] = {bool:writer.add_bool, int:writer.add_uint32,
+    add:dict[type,Any] = {
+        bool:writer.add_bool,
+        int:writer.add_uint32,
         float:writer.add_float32,
-                          str:writer.add_string, list:writer.add_array}
+        str:writer.add_string,
+        list:writer.add_array
+    }
     kind = {'general.file_type':_FILE_TYPES[outtype], 'general.quantization_version':2}
     for key,value in (settings|kind).items():
         if key!='general.architecture':
@@ -387,8 +477,12 @@ def _write_gguf(path:Path, settings:dict[str,Any], # of the file; key -> value
     for name,w in tensors.items():
         array,how = _stored(name, w, outtype)
         writer.add_tensor(name, array, raw_dtype=how)
-    for step in ('write_header_to_file','write_kv_data_to_file',
-            'write_tensors_to_file','close'):
+    for step in (
+        'write_header_to_file',
+        'write_kv_data_to_file',
+        'write_tensors_to_file',
+        'close'
+    ):
         getattr(writer, step)()
 
 # %% ../../nbs/80_uses.export.ipynb #85ab0007
@@ -401,10 +495,10 @@ def export_gguf(model:VisionLanguageModel, # with its tokenizer
     _check_carried(cfg, tokenizer)
     words = _vocabulary(tokenizer, cfg.lm_vocab_size)|{'tokenizer.chat_template':_template(cfg, tokenizer)}
     with written_at_once(folder) as tmp:
-        for name,settings,tensors in (('model',_language_settings(cfg)|words,
-            _language_tensors(model)),
-                                      ('mmproj',_vision_settings(cfg),
-                                          _vision_tensors(model))):
+        for name,settings,tensors in (
+            ('model',_language_settings(cfg)|words, _language_tensors(model)),
+            ('mmproj',_vision_settings(cfg), _vision_tensors(model))
+        ):
             _write_gguf(tmp/f'{name}-{outtype}.gguf', settings, tensors, outtype)
 
 # %% ../../nbs/80_uses.export.ipynb #2791f964

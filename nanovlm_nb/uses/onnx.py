@@ -92,28 +92,50 @@ def _axes_of(cfg:VLMConfig, watched:bool=False, # see `Read`
     side = cfg.vit_img_size
     whole = 'total_sequence_length'
     def kept(when, axis):
-        names = [f'{when}.{i}.{kind}' for i in range(cfg.lm_n_blocks)
-            for kind in ('key','value')]
-        return dict.fromkeys(names,
-            ('batch_size', cfg.lm_n_kv_heads, axis, cfg.head_width))
+        names = [
+            f'{when}.{i}.{kind}'
+            for i in range(cfg.lm_n_blocks)
+            for kind in ('key','value')
+        ]
+        return dict.fromkeys(
+            names, ('batch_size', cfg.lm_n_kv_heads, axis, cfg.head_width)
+        )
     looked = dict(attention=(*text, whole)) if watched else {}
     return dict(
-        vision_encoder=(dict(pixel_values=(*tiles, 3, side, side),
-            pixel_attention_mask=(*tiles, side, side)),
-            dict(image_features=('num_real_images', cfg.mp_image_token_length, width))),
+        vision_encoder=(
+            dict(
+                pixel_values=(*tiles, 3, side, side),
+                pixel_attention_mask=(*tiles, side, side)
+            ),
+            dict(image_features=('num_real_images', cfg.mp_image_token_length, width))
+        ),
         embed_tokens=(dict(input_ids=text), dict(inputs_embeds=(*text, width))),
-        decoder_model_merged=(dict(inputs_embeds=(*text, width),
-            attention_mask=('batch_size', whole),
-                position_ids=text, num_logits_to_keep=())|kept('past_key_values',
-                'past_sequence_length'),
-            dict(logits=('batch_size', 'num_logits', cfg.lm_vocab_size))|kept('present', whole)|looked))
+        decoder_model_merged=(
+            dict(
+                inputs_embeds=(*text, width),
+                attention_mask=('batch_size', whole),
+                position_ids=text,
+                num_logits_to_keep=()
+            )
+            |kept('past_key_values', 'past_sequence_length'),
+            dict(logits=('batch_size', 'num_logits', cfg.lm_vocab_size))
+            |kept('present', whole)
+            |looked
+        )
+    )
 
 # %% ../../nbs/82_uses.onnx.ipynb #73a0000c
 OPSET = 18 # version of the operators: what programs since 2023 know
-_LENGTHS = dict(batch_size=2, num_images=2, sequence_length=3, past_sequence_length=4,
-    total_sequence_length=7) # of an example
+_LENGTHS = dict(
+    batch_size=2,
+    num_images=2,
+    sequence_length=3,
+    past_sequence_length=4,
+    total_sequence_length=7
+) # of an example
 _KINDS = dict(pixel_attention_mask=torch.bool)|dict.fromkeys(
-    ('input_ids','attention_mask','position_ids','num_logits_to_keep'), torch.int64) # all others are float32
+    ('input_ids','attention_mask','position_ids','num_logits_to_keep'), torch.int64
+) # all others are float32
 
 # %% ../../nbs/82_uses.onnx.ipynb #93c800a8
 def _to_onnx(module:nn.Module, inputs:Axes, outputs:Axes)->Any: # see `_axes_of`; a `ModelProto`
@@ -127,17 +149,25 @@ def _to_onnx(module:nn.Module, inputs:Axes, outputs:Axes)->Any: # see `_axes_of`
         for axis in axes:
             if isinstance(axis, str) and axis not in free:
                 free[axis] = torch.export.Dim(axis)
-        shapes.append({place:free[axis] for place,axis in enumerate(axes)
-            if axis in free})
+        shapes.append(
+            {place:free[axis] for place,axis in enumerate(axes) if axis in free}
+        )
     first = sum(not name.startswith('past') for name in inputs) # of the past: one argument
     past = shapes[first:]
     del shapes[first:]
     if past: shapes.append(tuple(past))
     logging.getLogger('torch.onnx').setLevel(logging.ERROR) # warns of what it does without
     with warnings.catch_warnings(record=True): # about itself
-        made = torch.onnx.export(module.eval(), tuple(example), input_names=[*inputs],
-            output_names=[*outputs], dynamic_shapes=tuple(shapes), opset_version=OPSET,
-            dynamo=True, verbose=False)
+        made = torch.onnx.export(
+            module.eval(),
+            tuple(example),
+            input_names=[*inputs],
+            output_names=[*outputs],
+            dynamic_shapes=tuple(shapes),
+            opset_version=OPSET,
+            dynamo=True,
+            verbose=False
+        )
     return _tidied(made.model_proto, inputs|outputs)
 
 # %% ../../nbs/82_uses.onnx.ipynb #73a0000e
@@ -168,36 +198,54 @@ def client_note(model:VisionLanguageModel)->dict[str,Any]: # with its tokenizer;
     "Returns what a client has to know."
     cfg = model.cfg
     tokenizer = model.tokenizer
-    one = get_image_string(tokenizer, [(1,1)], cfg.mp_image_token_length,
-        cfg.image_convention)
+    one = get_image_string(
+        tokenizer, [(1,1)], cfg.mp_image_token_length, cfg.image_convention
+    )
     return dict(
-        graphs={name:dict(inputs=i, outputs=o) for name,(i,o) in _axes_of(cfg).items()},
-        cache=dict(blocks=cfg.lm_n_blocks, heads=cfg.lm_n_kv_heads,
-            width=cfg.head_width),
+        graphs={
+            name:dict(inputs=i, outputs=o) for name,(i,o) in _axes_of(cfg).items()
+        },
+        cache=dict(
+            blocks=cfg.lm_n_blocks, heads=cfg.lm_n_kv_heads, width=cfg.head_width
+        ),
         positions=cfg.lm_max_position_embeddings,
-        tokens=dict(image=cfg.image_token_id, end=tokenizer.eos_token_id,
-            pad=tokenizer.pad_token_id),
+        tokens=dict(
+            image=cfg.image_token_id,
+            end=tokenizer.eos_token_id,
+            pad=tokenizer.pad_token_id
+        ),
         prompt=dict(picture=_halves(tokenizer, one), text=_halves(tokenizer, '')),
-        picture=dict(convention=cfg.image_convention, tile=cfg.vit_img_size,
+        picture=dict(
+            convention=cfg.image_convention,
+            tile=cfg.vit_img_size,
             longest=cfg.max_img_size,
-            enlarge=cfg.resize_to_max_side_len, mean=cfg.pixel_mean, std=cfg.pixel_std,
-            tokens_per_tile=cfg.mp_image_token_length, one_tile=one,
-            tokens=cfg.vlm_extra_tokens))
+            enlarge=cfg.resize_to_max_side_len,
+            mean=cfg.pixel_mean,
+            std=cfg.pixel_std,
+            tokens_per_tile=cfg.mp_image_token_length,
+            one_tile=one,
+            tokens=cfg.vlm_extra_tokens
+        )
+    )
 
 # %% ../../nbs/82_uses.onnx.ipynb #73a0002a
 def _to_int8(path:Path)->None: # an ONNX file
     "Writes the same graph with matrices of one byte a weight beside it, `_quantized`."
     from onnxruntime.quantization import QuantType,quantize_dynamic
     out = path.with_name(f'{path.stem}_quantized.onnx')
-    quantize_dynamic(path, out, op_types_to_quantize=['MatMul','Gather'],
-        weight_type=QuantType.QInt8)
+    quantize_dynamic(
+        path, out, op_types_to_quantize=['MatMul','Gather'], weight_type=QuantType.QInt8
+    )
 
 # %% ../../nbs/82_uses.onnx.ipynb #73a0002c
 def write_graphs(model:VisionLanguageModel, folder:Path, # which is there
     watched:tuple[int,...]=())->None: # see `Read`
     "Writes the three files of a model."
-    parts = dict(vision_encoder=_See(model), embed_tokens=model.decoder.token_embedding,
-        decoder_model_merged=Read(model, watched))
+    parts = dict(
+        vision_encoder=_See(model),
+        embed_tokens=model.decoder.token_embedding,
+        decoder_model_merged=Read(model, watched)
+    )
     for name,axes in _axes_of(model.cfg, bool(watched)).items():
         graph = _to_onnx(parts[name], *axes).SerializeToString(deterministic=True)
         (folder/f'{name}.onnx').write_bytes(graph)

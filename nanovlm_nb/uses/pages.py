@@ -101,12 +101,15 @@ def _about(asker:Asker)->str:
     _,cfg = load_yaml(run/CONFIG, given=None)
     scores = json.loads((run/ANSWER_TABLE).read_text(encoding='utf-8'))
     asked = scores['answers']['all'][1]
-    def share(column): return f"{scores[column]['all'][0]/asked:.1%}"
+    def share(column):
+        return f"{scores[column]['all'][0]/asked:.1%}"
     results = f"Of {asked:,} held-out questions it answers {share('answers')} right"
     if 'another picture' in scores:
         results += f", and {share('another picture')} when shown another picture"
-    return (f'{said} and was trained on {Path(cfg.train_dataset_path).name}. {results}. '
-        f"The commonest answer is right in {share('blind guess')}.")
+    return (
+        f'{said} and was trained on {Path(cfg.train_dataset_path).name}. {results}. '
+        f"The commonest answer is right in {share('blind guess')}."
+    )
 
 # %% ../../nbs/83_uses.pages.ipynb #00c23014
 def _is_address(name:str)->bool: # such as 192.168.0.7
@@ -133,8 +136,13 @@ class _OnlyHere:
         if scope['type']=='lifespan' or _is_meant(header, self.host):
             return await self.app(scope, receive, send)
         text = f'This page is at localhost and at {self.host}. For another name, start it with --host NAME.'
-        await send(dict(type='http.response.start', status=403,
-            headers=[(b'content-type', b'text/plain')]))
+        await send(
+            dict(
+                type='http.response.start',
+                status=403,
+                headers=[(b'content-type', b'text/plain')]
+            )
+        )
         await send(dict(type='http.response.body', body=text.encode()))
 
 # %% ../../nbs/83_uses.pages.ipynb #cfc432ed
@@ -144,23 +152,41 @@ def _build_page(asker:Asker, title:str, max_new_tokens:int=64, # heading; longes
     import gradio as gr
     def ask(message, history, temperature, talk):
         yield from _respond(asker, talk, message, history, temperature, max_new_tokens)
-    heat = gr.Image(label='Where question and answer looked', interactive=False,
-        elem_id='heat', height=400,
-                    render=False, buttons=['fullscreen','download'])
+    heat = gr.Image(
+        label='Where question and answer looked',
+        interactive=False,
+        elem_id='heat',
+        height=400,
+        render=False,
+        buttons=['fullscreen','download']
+    )
     offered = [[dict(text=example[1], files=[str(example[0])])]] if example else None
     warmth = gr.Slider(0, 2, 0, label='0 takes the most likely word', render=False)
     with gr.Blocks(title=title, analytics_enabled=False) as page:
-        gr.ChatInterface(ask, multimodal=True, title=title, description=_about(asker),
+        gr.ChatInterface(
+            ask,
+            multimodal=True,
+            title=title,
+            description=_about(asker),
             additional_outputs=heat,
-            chatbot=gr.Chatbot(label='Conversation', elem_id='conversation',
+            chatbot=gr.Chatbot(
+                label='Conversation',
+                elem_id='conversation',
                 render_markdown=False,
-                               buttons=['copy','copy_all']),
-            textbox=gr.MultimodalTextbox(file_types=['image'], file_count='multiple',
+                buttons=['copy','copy_all']
+            ),
+            textbox=gr.MultimodalTextbox(
+                file_types=['image'],
+                file_count='multiple',
                 elem_id='question',
-                                         placeholder='A picture, and a question about it'),
-            examples=offered, cache_examples=False, run_examples_on_click=False,
+                placeholder='A picture, and a question about it'
+            ),
+            examples=offered,
+            cache_examples=False,
+            run_examples_on_click=False,
             additional_inputs=[warmth, gr.State(_Talk)],
-            additional_inputs_accordion=gr.Accordion('Temperature', open=False))
+            additional_inputs_accordion=gr.Accordion('Temperature', open=False)
+        )
         heat.render()
     return page
 
@@ -176,9 +202,14 @@ def serve(checkpoint:str|Path, max_new_tokens:int=64, # or a run, or a hub id; o
     page = _build_page(asker, f'nanovlm_nb: {checkpoint}', max_new_tokens, example)
     only_here = dict(middleware=[(_OnlyHere, (host,), {})])
     try:
-        _,address,_ = page.queue().launch(server_name=host, server_port=port,
-            share=False, quiet=True,
-            prevent_thread_lock=True, app_kwargs=only_here)
+        _,address,_ = page.queue().launch(
+            server_name=host,
+            server_port=port,
+            share=False,
+            quiet=True,
+            prevent_thread_lock=True,
+            app_kwargs=only_here
+        )
     except (OSError, OverflowError) as e:
         raise UsageError(f'port {port} of {host}: {e}; give another --port or --host') from e
     say(f'{address} shows the page, Ctrl-C ends it')
@@ -191,15 +222,18 @@ OTHER_TOKENIZERS = 'the page has no other: export with --format onnx, for transf
 def _check_page_tokenizer(spec:dict[str,Any], # contents of tokenizer.json
 )->None: # raises unless the page can read it
     "Raises a UsageError about a tokenizer that is no byte-level BPE, or one with a peculiarity."
-    odd = map(spec['model'].get,
-        ('byte_fallback','continuing_subword_prefix','end_of_word_suffix'))
+    odd = map(
+        spec['model'].get,
+        ('byte_fallback','continuing_subword_prefix','end_of_word_suffix')
+    )
     require(pre_tokenizer(spec) in ('gpt-2','smollm') and spec['normalizer'] is None
         and not any(odd),
         f"a tokenizer of the kind {spec['model']['type']} that is no byte-level BPE after GPT-2 or SmolLM; "
         f'{OTHER_TOKENIZERS}')
     letters = sum(len(token)==1 for token in spec['model']['vocab'])
-    spaced = any(t[k] for t in spec['added_tokens']
-        for k in ('lstrip','rstrip','single_word'))
+    spaced = any(
+        t[k] for t in spec['added_tokens'] for k in ('lstrip','rstrip','single_word')
+    )
     require(letters>=256 and not spaced,
         f'a tokenizer without all bytes, or with tokens that take spaces; {OTHER_TOKENIZERS}')
 
@@ -222,15 +256,20 @@ def _read_runtime(where:str|Path|None=None, # the package, a .tgz; None: fetch i
     "Returns the files of ONNX Runtime that a page needs."
     try:
         data = Path(where).read_bytes() if where else urlopen(RUNTIME, timeout=60).read()
-        require(where or sha256(data).hexdigest()==RUNTIME_SHA256,
-            f'{RUNTIME} was changed on its way here')
+        require(
+            where or sha256(data).hexdigest()==RUNTIME_SHA256,
+            f'{RUNTIME} was changed on its way here'
+        )
         with tarfile.open(fileobj=io.BytesIO(data)) as tar:
-            found = {name:tar.extractfile(f'package/dist/{name}')
-                for name in RUNTIME_FILES}
+            found = {
+                name:tar.extractfile(f'package/dist/{name}') for name in RUNTIME_FILES
+            }
             return {name:f.read() for name,f in found.items() if f}
     except (OSError, tarfile.TarError, KeyError) as e:
-        raise UsageError(f'{where or RUNTIME} is no package with ONNX Runtime ({e}): '
-            f'fetch {RUNTIME}, and name it with --web_runtime') from e
+        raise UsageError(
+            f'{where or RUNTIME} is no package with ONNX Runtime ({e}): '
+            f'fetch {RUNTIME}, and name it with --web_runtime'
+        ) from e
 
 # %% ../../nbs/83_uses.pages.ipynb #74a0001d
 SCENES,MOST_TOKENS = 6,32 # pictures that are offered; tokens of an answer
@@ -244,11 +283,16 @@ def _page_note(texts:list[str], side:int, # about each scene; of a tile, pixels
     about:str)->dict[str,Any]: # see `_about`; for page.json
     "Returns what the page offers."
     from matplotlib import colormaps,colors
-    return dict(scenes=[dict(file=f'scenes/{i+1}.png', text=text)
-        for i,text in enumerate(texts)], about=about,
+    return dict(
+        scenes=[
+            dict(file=f'scenes/{i+1}.png', text=text) for i,text in enumerate(texts)
+        ],
+        about=about,
         questions=[questions[0] for questions in QUESTIONS.values()],
-        most_tokens=MOST_TOKENS, sheet=4*side,
-        colours=''.join(colors.to_hex(colormaps['inferno'](i))[1:] for i in range(256)))
+        most_tokens=MOST_TOKENS,
+        sheet=4*side,
+        colours=''.join(colors.to_hex(colormaps['inferno'](i))[1:] for i in range(256))
+    )
 
 # %% ../../nbs/83_uses.pages.ipynb #74a00020
 LICENCES = 'LICENSE','ThirdPartyNotices.txt' # of ONNX Runtime
@@ -256,10 +300,12 @@ LICENCES = 'LICENSE','ThirdPartyNotices.txt' # of ONNX Runtime
 def _write_model(model, folder):
     "Writes graphs, tokenizer, and what a client has to know."
     note = client_note(model)
-    save_json(folder/OWN_NOTE,
-        note|dict(picture=note['picture']|dict(tall_first=TALL_FIRST)))
-    (folder/'tokenizer.json').write_text(model.tokenizer.backend_tokenizer.to_str(),
-        encoding='utf-8')
+    save_json(
+        folder/OWN_NOTE, note|dict(picture=note['picture']|dict(tall_first=TALL_FIRST))
+    )
+    (folder/'tokenizer.json').write_text(
+        model.tokenizer.backend_tokenizer.to_str(), encoding='utf-8'
+    )
     write_graphs(model, folder, tuple(default_blocks(model.cfg.lm_n_blocks)))
 
 # %% ../../nbs/83_uses.pages.ipynb #84ab0003
@@ -279,9 +325,14 @@ def _export_web(model:VisionLanguageModel, # with its tokenizer
             (tmp/name).write_bytes((PAGE/name).read_bytes())
         for i,row in enumerate(rows):
             row['images'][0].save(tmp/'scenes'/f'{i+1}.png')
-        save_json(tmp/'page.json',
-            _page_note([row['scene'] for row in rows], model.cfg.vit_img_size,
-                _about(Asker.from_model(model))))
+        save_json(
+            tmp/'page.json',
+            _page_note(
+                [row['scene'] for row in rows],
+                model.cfg.vit_img_size,
+                _about(Asker.from_model(model))
+            )
+        )
         _write_model(model, tmp/'model')
         for name,content in runtime.items():
             (tmp/'runtime'/name).write_bytes(content)
