@@ -95,8 +95,7 @@ def _about(asker:Asker)->str:
     size = sum(p.numel() for p in asker.model.parameters())/1e6
     said = f'This model has {size:.2f} million parameters'
     run = asker.run_dir
-    best = run and read_pointer(run, BEST)
-    if not best or best!=asker.model.folder or not (run/ANSWER_TABLE).is_file():
+    if not run or read_pointer(run, BEST)!=asker.model.folder or not (run/ANSWER_TABLE).is_file():
         return f'{said}. How often it is right is not recorded.'
     _,cfg = load_yaml(run/CONFIG, given=None)
     scores = json.loads((run/ANSWER_TABLE).read_text(encoding='utf-8'))
@@ -160,7 +159,8 @@ def _build_page(asker:Asker, title:str, max_new_tokens:int=64, # heading; longes
                                          placeholder='A picture, and a question about it'),
             examples=offered, cache_examples=False, run_examples_on_click=False,
             additional_inputs=[warmth, gr.State(_Talk)],
-            additional_inputs_accordion=gr.Accordion('Temperature', open=False))
+            additional_inputs_accordion=gr.Accordion('Temperature', open=False,
+                render=False))
         heat.render()
     return page
 
