@@ -94,14 +94,9 @@ def _about(asker:Asker)->str:
     "Returns what a visitor should know of a model: its size, its data, how often it is right."
     size = sum(p.numel() for p in asker.model.parameters())/1e6
     said = f'This model has {size:.2f} million parameters'
-<<<<<<< /tmp/tmprnmajj5d/o
     run:Any = asker.run_dir
     best = run and read_pointer(run, BEST)
     if not best or best!=asker.model.folder or not (run/ANSWER_TABLE).is_file():
-=======
-    run = asker.run_dir
-    if not run or read_pointer(run, BEST)!=asker.model.folder or not (run/ANSWER_TABLE).is_file():
->>>>>>> /tmp/tmprnmajj5d/t
         return f'{said}. How often it is right is not recorded.'
     _,cfg = load_yaml(run/CONFIG, given=None)
     scores = json.loads((run/ANSWER_TABLE).read_text(encoding='utf-8'))
@@ -190,13 +185,8 @@ def _build_page(asker:Asker, title:str, max_new_tokens:int=64, # heading; longes
             cache_examples=False,
             run_examples_on_click=False,
             additional_inputs=[warmth, gr.State(_Talk)],
-<<<<<<< /tmp/tmpcbhtv05n/o
-            additional_inputs_accordion=gr.Accordion('Temperature', open=False)
+            additional_inputs_accordion=gr.Accordion('Temperature', open=False, render=False)
         )
-=======
-            additional_inputs_accordion=gr.Accordion('Temperature', open=False,
-                render=False))
->>>>>>> /tmp/tmpcbhtv05n/t
         heat.render()
     return page
 
