@@ -83,8 +83,8 @@ class Drops:
         return dict(sorted(Counter(self.reasons.values()).items()))
 
     @property
-    def reported(self)->dict[str,int]: # reason -> samples; `cut_` and reason -> turns or marks of those that stay
-        "Number of what was left out, by reason."
+    def reported(self)->dict[str,int]: # reason -> samples; 'cut_' and reason -> turns or marks
+        "Number of what was left out, by reason; with 'cut_' of samples that stay."
         cut:Counter = Counter()
         for taken in self.cut.values(): cut.update(taken)
         return self.counts|{f'cut_{reason}':n for reason,n in sorted(cut.items())}

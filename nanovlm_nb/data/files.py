@@ -681,7 +681,7 @@ def _sample(parts)->dict: # (kind, bytes) of its files, or (kind, path) of pictu
 
 # %% ../../nbs/24_data.files.ipynb #17c0a006
 def _sample_places(file):
-    "Table of kinds, first bytes and sizes (-1: sparse) of the parts of each sample of a tar, and its `damage`."
+    "Table of kinds, first bytes and sizes (-1: sparse) of the parts of each sample of a tar; its `damage`."
     names = []
     places = []
     damage = ''

@@ -82,9 +82,9 @@ def _open_window(
 )->Iterator[_Window]: # one window, again and again
     "Yields the growing window: empty first, then after each row, until it is full or the rows end."
     rules = lane.rules
-    # the first one is small, so that training starts soon; each later one as large as all before it and the first
+    # small at first, so that training starts soon; windows grow with the packs so far
     n_packs = min(rules.window, rules.first+packs_before)
-    # but no larger than what is asked for
+    # but no larger than the packs that are still asked for
     window = _Window(start, int(min(n_packs, max(lane.max_packs-packs_before, 1))))
     yield window
     if packs_before>=lane.max_packs: return
@@ -215,7 +215,7 @@ def planned(lane:Lane, state:LaneState=LaneState())->Iterator[tuple]: # samples,
 
 # %% ../../nbs/23_data.lanes.ipynb #f940ef03
 def packs_of(lane:Lane, state:LaneState=LaneState())->Iterator[dict]: # as of `packing.pack`
-    "The rest of an epoch, each pack with `lane`, `state` after it, `drops`, `cut` and `done`; then padding for ever."
+    "The rest of an epoch, then padding for ever; each pack with `lane`, `state` after it, `drops`, `cut`, `done`."
     rules = lane.rules
     slots = lane.samples.tokenizer.image_token_id,lane.samples.mp_image_token_length
     for members,state,drops,cut in planned(lane, state):

@@ -317,7 +317,8 @@ def _mixture(
     names = config_names(cfg.train_dataset_path, cfg.train_dataset_name)
     all_weights = cfg.train_dataset_weights
     require(len(names)==len(all_weights),
-        f'{len(all_weights)} train_dataset_weights for {len(names)} configurations {names}: give one for each')
+        f'{len(all_weights)} train_dataset_weights for {len(names)} configurations {names}: '
+        'give one for each')
     weights = [w for name,w in zip(names, all_weights) if name in data]
     val_sizes = _divided(cfg.val_size, weights)
     limits = _divided(cfg.data_cutoff_idx, weights)

@@ -35,7 +35,7 @@ def utilisation(
 def _items(
     lengths, image_counts, capacity, max_images=None, tile_counts=None, max_tiles=None
 ):
-    "(Three costs, the scarcest first; index) of each item, three limits of a bin, the fewest bins that may do."
+    "(Three costs, the scarcest first; index) of each item, limits of a bin, the fewest bins that may do."
     each = (lengths, capacity), (image_counts, max_images), (tile_counts, max_tiles)
     costs = []
     for counts, limit in each:
@@ -207,7 +207,8 @@ def _check(samples, image_token_id, per_tile):
         label = int(s['labels'][-1])
         if label != IGNORE:
             raise UsageError(f'{name}: last label is {label}, not {IGNORE}: shift '
-                'labels within the sample, or its last position would be trained on the document packed after it')
+                'labels within the sample, or its last position would be trained on '
+                'the document packed after it')
         if image_token_id is None: continue
         slots = int((s['input_ids'] == image_token_id).sum())
         tiles = sum(picture.shape[:-3].numel() for picture in s['images'])

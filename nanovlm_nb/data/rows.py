@@ -303,7 +303,8 @@ def _check_lost(row, read, others):
             _refuse(name, 'pictures', ())
 
 # %% ../../nbs/18_data.rows.ipynb #d1a00b18
-_MESSAGE_KEYS = {'role', 'from', 'content', 'value', 'user', 'assistant', 'question', 'answer'} # read of a message
+# keys of messages that are read
+_MESSAGE_KEYS = {'role', 'from', 'content', 'value', 'user', 'assistant', 'question', 'answer'}
 
 def unread_of(
     row:dict,

@@ -402,7 +402,7 @@ class StreamSource:
             start = 0
 
 # %% ../../nbs/22_data.sources.ipynb #0daa77c9
-Weights = Sequence[float]|Callable[[int],Sequence[float]] # fixed, or a function of the rows of all lanes so far
+Weights = Sequence[float]|Callable[[int],Sequence[float]] # or a function of the rows of all lanes so far
 
 class Mixture:
     "Rows of several sources in proportions that are fixed, or change; then its epoch has no end."

@@ -138,7 +138,10 @@ def find_picture(
     name = first_of(picture, 'path', 'url') if content is None else content
     if folders is None: return picture
     unnamed = isinstance(picture, dict) and name is None
-    require(not unnamed and not isinstance(name, (int, float)), f'a picture is {picture!r:.60}: give the name of its file')
+    require(
+        not unnamed and not isinstance(name, (int, float)),
+        f'a picture is {picture!r:.60}: give the name of its file'
+    )
     if not isinstance(name, str): return picture
     name = name.strip().removeprefix('file://')
     path = find_file(name, folders)
