@@ -20,7 +20,7 @@ from nanovlm_nb.data.samples import to_row
 from nanovlm_nb.data.images import image_size, open_image
 from nanovlm_nb.data.files import load_configs, local_configs, read_object
 from nanovlm_nb.data.loader import load_tokenizer, make_samples
-from nanovlm_nb.data.sources import MapSource, _is_damage
+from nanovlm_nb.data.sources import MapSource, is_damage
 from nanovlm_nb.uses.classify import load_splits
 
 PHOTOS = (
@@ -364,6 +364,6 @@ def test_rows_of_two_files_of_a_configuration_have_two_ids(tmp_path):
 
 
 def test_no_room_in_memory_is_no_damaged_file():
-    assert not _is_damage(pa.ArrowMemoryError('no room')) and _is_damage(
+    assert not is_damage(pa.ArrowMemoryError('no room')) and is_damage(
         pa.ArrowInvalid('cut off')
     )

@@ -63,8 +63,12 @@ class Drops:
         self.cut.update(other.cut)
         self.first = other.first|self.first
 
-    def after(self, reasons:int, cut:int)->'Drops': # ids of either kind that are known already
-        "Drops added after the first `reasons` and `cut` ids."
+    def after(
+        self,
+        reasons:int, # ids with a reason that are known already
+        cut:int, # ids with something cut that are known already
+    )->'Drops':
+        "What was added since."
         def new(ids, known):
             return dict(islice(ids.items(), known, None))
         return Drops(new(self.reasons, reasons), new(self.cut, cut), dict(self.first))
@@ -79,22 +83,25 @@ class Drops:
         return dict(sorted(Counter(self.reasons.values()).items()))
 
     @property
-    def reported(self)->dict[str,int]: # `cut_` before the reason: turns and marks of samples that stay
-        "Number of what was left out, by reason."
+    def reported(self)->dict[str,int]: # reason -> samples; 'cut_' and reason -> turns or marks
+        "Number of what was left out, by reason; with 'cut_' of samples that stay."
         cut:Counter = Counter()
         for taken in self.cut.values(): cut.update(taken)
         return self.counts|{f'cut_{reason}':n for reason,n in sorted(cut.items())}
 
-    def examples(self, reason:str, most:int=3)->str: # a key of `reported`; ids to name
+    def examples(
+        self,
+        reason:str, # a key of `reported`
+        most:int=3, # ids to name
+    )->str:
         "The first samples of a reason, and what is wrong with the first."
         kind = reason.removeprefix('cut_')
         ids = self.ids(reason) or [id for id,taken in self.cut.items() if kind in taken]
+        text = self.first.get(reason, ids[0])
         others = ids[1:most]
-        more = len(ids)-most
-        words = self.first.get(reason, ids[0])
-        if others: words += f", and {', '.join(others)}"
-        if more > 0: words += f' and {more} more'
-        return words
+        if others: text += f", and {', '.join(others)}"
+        if len(ids) > most: text += f' and {len(ids)-most} more'
+        return text
 
     @property
     def blame(self)->str: # '' if nothing was left out
@@ -105,8 +112,11 @@ class Drops:
                 f"for example {self.first[reason]}; {REMEDIES.get(reason, 'correct the row')}")
 
 # %% ../../nbs/17_data.drops.ipynb #b0de0002
-def read_dropped(run_dir:str|Path, size:int|None=None)->dict[str,Drops]: # bytes that count, None: all
-    "What a run has left out in 'train' and 'val'; torn lines and lines of others are skipped."
+def read_dropped(
+    run_dir:str|Path,
+    size:int|None=None, # bytes of the file to read; None: all
+)->dict[str,Drops]: # of 'train' and 'val'
+    "What a run has left out; lines that are cut off or not ours are skipped."
     path = Path(run_dir)/DROPPED
     dropped = dict(train=Drops(), val=Drops())
     if not path.is_file(): return dropped
@@ -124,7 +134,7 @@ def read_dropped(run_dir:str|Path, size:int|None=None)->dict[str,Drops]: # bytes
     return dropped
 
 # %% ../../nbs/17_data.drops.ipynb #b0de0006
-def _sizes(drops):
+def _counts(drops): # split -> (ids with a reason, ids with something cut)
     return {split:(len(d.reasons), len(d.cut)) for split,d in drops.items()}
 
 # %% ../../nbs/17_data.drops.ipynb #b0de0005
@@ -132,13 +142,16 @@ class DropFile:
     "Ids of what was left out, each once, in the directory of a run."
     def __init__(self, run_dir:str|Path):
         self.path = Path(run_dir)/DROPPED
-        self.written = _sizes({})
+        self.written = _counts({})
 
-    def add(self, drops:dict[str,Drops])->int: # all so far, by split; bytes of the file
+    def add(
+        self,
+        drops:dict[str,Drops], # split -> all so far
+    )->int: # bytes of the file
         "Append what is new; it is on the disk then."
         lines = []
-        for split,found in drops.items():
-            new = found.after(*self.written.get(split, (0, 0)))
+        for split,all_drops in drops.items():
+            new = all_drops.after(*self.written.get(split, (0, 0)))
             for kind,ids in (('reason', new.reasons), ('cut', new.cut)):
                 for id,value in ids.items():
                     record = {'split':split, 'id':id, kind:value}
@@ -149,14 +162,17 @@ class DropFile:
             f.write(b''.join(lines))
             f.flush()
             os.fsync(f.fileno())
-            self.written |= _sizes(drops)
+            self.written |= _counts(drops)
             return f.tell()
 
-    def cut(self, size:int)->dict[str,Drops]: # from `add`, when a checkpoint was made; what stays
-        "Truncates the file to `size` bytes; returns what it still lists."
+    def cut(
+        self,
+        size:int, # bytes, from `add` when a checkpoint was made
+    )->dict[str,Drops]: # what the file still lists
+        "Truncates the file to the lines that it had then."
         kept = read_dropped(self.path.parent, size)
-        self.written = _sizes(kept)
+        self.written = _counts(kept)
         if self.path.is_file():
             with open_own(self.path, 'r+b') as f:
-                f.truncate(f.read(size).rfind(b'\n')+1)
+                f.truncate(f.read(size).rfind(b'\n')+1) # behind the last whole line
         return kept

@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['LINES', 'FILES', 'logger', 'PIECE', 'LOAD_ERRORS', 'ending', 'lines_for', 'group_samples', 'renamed', 'rename',
            'as_picture', 'read_object', 'mapped', 'text_files', 'text_rows', 'local_configs', 'config_names',
-           'parquet_footer', 'picture_folders', 'load_config', 'unread_columns', 'load_configs', 'own_rows']
+           'parquet_footer', 'conform', 'config_folder', 'tar_files', 'picture_folders', 'load_config',
+           'unread_columns', 'load_configs', 'own_rows']
 
 # %% ../../nbs/24_data.files.ipynb #6c1e45d5
 import csv,hashlib,io,json,logging,os,pickle,re,shutil,sys,tarfile,tempfile,time,zlib
@@ -34,7 +35,7 @@ from .drops import Dropped,Drops
 from .rows import columns_by_name,FEATURES,GIVE,LAYOUTS,LEFT_OUT,read_layout
 from .rows import UnusedColumn
 from .samples import to_row
-from .sources import _is_damage,BROKEN,columns_read,head_rows,Parts,READ_ROWS
+from .sources import BROKEN,columns_read,head_rows,is_damage,Parts,READ_ROWS
 
 # %% ../../nbs/24_data.files.ipynb #a1700001
 LINES = '.jsonl', '.json', '.csv', '.tsv' # endings of files that name their pictures
@@ -68,23 +69,26 @@ for a in d['annotations']: by_id[a['image_id']].append(a['caption'])"""
 _GQA = """import json; d = json.load(open('NAME'))
 rows = [dict(image=x['imageId']+'.jpg', question=x['question'], answer=x['answer']) for x in d.values()]"""
 
-def lines_for(whole:dict, name:str)->str: # name of the file; '': none are needed, or known
+def lines_for(
+    whole:dict, # the object
+    name:str, # of its file
+)->str: # '': none are needed, or known
     "Python that makes a file of rows of an object as COCO, VQAv2 or GQA publish it."
     first = {
         key:part[0] if isinstance(part, list) and part else part
         for key,part in whole.items()
-    }
-    said = first.get('annotations')
-    asked = first.get('questions')
-    inner = next(iter(first.values()), None)
+    } # of each list
+    annotation = first.get('annotations')
+    question = first.get('questions')
+    entry = next(iter(first.values()), None)
     lines = ''
-    if isinstance(said, dict) and 'caption' in said and 'images' in first:
+    if isinstance(annotation, dict) and 'caption' in annotation and 'images' in first:
         lines = _COCO.replace('NAME', name)
-    elif isinstance(said, dict) and 'question_id' in said:
+    elif isinstance(annotation, dict) and 'question_id' in annotation:
         lines = _VQA.replace('ANNOTATIONS.json', name)
-    elif isinstance(asked, dict) and 'image_id' in asked:
+    elif isinstance(question, dict) and 'image_id' in question:
         lines = _VQA.replace('QUESTIONS.json', name)
-    elif isinstance(inner, dict) and {'imageId', 'question'} <= inner.keys():
+    elif isinstance(entry, dict) and {'imageId', 'question'} <= entry.keys():
         lines = _GQA.replace('NAME', name)
     return lines and lines+_SAVE
 
@@ -111,7 +115,7 @@ def _rows_of(whole, file):
     return lists[0]
 
 # %% ../../nbs/24_data.files.ipynb #a1700b05
-def _grouped(names, pattern):
+def _grouped(names, pattern): # its groups: the sample, the part
     samples:dict[str,list[tuple[str,int]]] = {}
     for i,name in enumerate(names):
         match = re.fullmatch(pattern, name)
@@ -129,28 +133,29 @@ def _texts_of_a_kind(parts):
 def _has_picture(parts):
     return any(names_picture(part[0]) for part in parts)
 
-def group_samples(names:Sequence[str])->dict[str,list[tuple[str,int]]]: # sample -> (part, which name)
+def group_samples(names:Sequence[str])->dict[str,list[tuple[str,int]]]: # sample -> (part, index of its name)
     "Files by the sample that they belong to, wherever they stand."
-    first = _grouped(names, r'((?:.*/)?[^./]+)\.([^/]+)')
-    if all(_texts_of_a_kind(parts) < 2 for parts in first.values()):
-        return first
-    last = _grouped(names, r'((?:.*/)?[^./][^/]*)\.([^./]+)')
-    return last if all(map(_has_picture, last.values())) else first
+    # `a.b.txt` is part `b.txt` of sample `a`, or part `txt` of sample `a.b`
+    at_first_dot = _grouped(names, r'((?:.*/)?[^./]+)\.([^/]+)')
+    if all(_texts_of_a_kind(parts) < 2 for parts in at_first_dot.values()):
+        return at_first_dot
+    at_last_dot = _grouped(names, r'((?:.*/)?[^./][^/]*)\.([^./]+)')
+    return at_last_dot if all(map(_has_picture, at_last_dot.values())) else at_first_dot
 
 # %% ../../nbs/24_data.files.ipynb #a1700b07
 _TEXTS = '.txt', '.caption' # endings of files that say something about a picture of the same name
 
 def _pairs(folder):
-    "Samples of a folder in which pictures and texts have the same names: name -> its files."
+    "Samples of a folder in which pictures and texts have the same names: name -> (part, file)."
     files = [f for f in sorted(folder.rglob('*')) if f.is_file()]
     samples = group_samples([f.relative_to(folder).as_posix() for f in files])
-    found = {}
-    texts = set()
+    pairs = {}
+    endings = set() # beside pictures
     for name,parts in samples.items():
-        found[name] = [(part, files[i]) for part,i in parts]
+        pairs[name] = [(part, files[i]) for part,i in parts]
         if _has_picture(parts):
-            texts |= {part.rpartition('.')[2] for part,_ in parts}
-    return found if texts & {'txt', 'caption', 'json'} else {}
+            endings |= {part.rpartition('.')[2] for part,_ in parts}
+    return pairs if endings & {'txt', 'caption', 'json'} else {}
 
 def _pair_row(parts):
     "The row of a sample in a folder; its pictures stay where they are."
@@ -169,7 +174,7 @@ def _table_rows(file):
         yield from csv.DictReader(text, delimiter=separator, skipinitialspace=True)
 
 def _objects(file):
-    "Numbers, from 1, and rows of a folder of pairs, a table, or one JSON value; None: it has JSON lines."
+    "(number from 1, or name; row) of a folder of pairs, a table, or one JSON value; None: it has JSON lines."
     if file.is_dir(): return _pairs(file).items()
     with _opened(file) as f:
         head = f.read(99).removeprefix(b'\xef\xbb\xbf').lstrip()
@@ -177,54 +182,59 @@ def _objects(file):
         not head.startswith((b'\xff\xfe', b'\xfe\xff')),
         f'{file} is UTF-16: save it as UTF-8'
     )
-    start = head[:1]
     if ending(file) in ('.csv', '.tsv'):
         return enumerate(_table_rows(file), 1)
     whole = None
-    if start == b'[' or start == b'{' and ending(file) == '.json':
+    if head[:1] == b'[' or head[:1] == b'{' and ending(file) == '.json':
         with _opened(file) as f, suppress(ValueError, RecursionError):
             whole = json.loads(f.read())
     if isinstance(whole, dict): whole = _rows_of(whole, file)
     return None if whole is None else enumerate(whole, 1)
 
 # %% ../../nbs/24_data.files.ipynb #a1700004
-def _parse_columns(columns, has):
+def _parse_columns(columns, present):
     "Column -> our name for it, of flags such as `image=photo`; an error if there is no such column."
     kinds:dict[str,str] = {}
     for kind,names in LAYOUTS.items():
         kinds |= dict.fromkeys(names, kind)
-    found:dict[str,list[str]] = {}
-    for text in columns:
-        ours,_,theirs = text.partition('=')
+    by_kind:dict[str,list[str]] = {}
+    for flag in columns:
+        ours,_,theirs = flag.partition('=')
         require(ours in kinds and theirs,
-            f'columns holds {text!r}: give image, question, answer or messages, "=", a name')
+            f'columns holds {flag!r}: give image, question, answer or messages, "=", a name')
         require(
-            theirs in has,
-            f'columns {text}: there is no `{theirs}`, the columns are {", ".join(has)}'
+            theirs in present,
+            f'columns {flag}: there is no `{theirs}`, the columns are {", ".join(present)}'
         )
-        found.setdefault(kinds[ours], []).append(theirs)
-    called = {}
-    for kind,named in found.items():
-        for i,name in enumerate(named):
-            called[name] = kind if len(named) == 1 else f'{kind}_{i}'
-    return called
+        by_kind.setdefault(kinds[ours], []).append(theirs)
+    our_names = {}
+    for kind,names in by_kind.items():
+        for i,name in enumerate(names):
+            our_names[name] = kind if len(names) == 1 else f'{kind}_{i}'
+    return our_names
 
-def renamed(columns:Sequence[str], has:Sequence[str])->dict[str,str]: # such as `image=photo`; of a row
-    "The columns that stay -> what they are called then: what is named takes the place of its kind."
-    chosen = _parse_columns(columns, has)
-    groups = columns_by_name(tuple(has))
+def renamed(
+    columns:Sequence[str], # flags such as `image=photo`
+    present:Sequence[str], # the columns of a row
+)->dict[str,str]: # a column that stays -> its name then
+    "How columns are called that take the place of all others of their kind."
+    chosen = _parse_columns(columns, present)
+    groups = columns_by_name(tuple(present))
     kinds = {re.sub(r'_\d+$', '', name) for name in chosen.values()}
     replaced:set[str] = set()
     for kind in kinds: replaced.update(*groups[kind])
     return {
         name:chosen.get(name, name)
-        for name in has
+        for name in present
         if name in chosen or name not in replaced
     }
 
 # %% ../../nbs/24_data.files.ipynb #97573cc0
-def rename(row:dict, columns:Sequence[str])->dict: # a row; such as `image=photo`
-    "The row with the columns that are named under our names."
+def rename(
+    row:dict,
+    columns:Sequence[str], # flags such as `image=photo`
+)->dict:
+    "The row with the columns that the flags name under our names."
     if not columns: return row
     return {ours:row[theirs] for theirs,ours in renamed(columns, [*row]).items()}
 
@@ -246,9 +256,12 @@ def as_picture(picture): # PIL image, array (height, width, 3), path, bytes, dic
     return Image.fromarray(array)
 
 # %% ../../nbs/24_data.files.ipynb #17c00001
-def read_object(row:dict, columns:Sequence[str]=(), # of any layout; see `rename`
+def read_object(
+    row:dict, # of any layout
+    columns:Sequence[str]=(), # see `rename`
     folders:Folders=None, # of the pictures that it names; None: it brings them, see `as_picture`
-    unread:set[str]|None=None)->dict: # gets the columns that nothing reads
+    unread:set[str]|None=None, # gets the columns that nothing reads
+)->dict:
     "A row in our columns; a ValueError says why it cannot be used."
     require(isinstance(row, dict), f'it is {row!r:.60}: {GIVE}')
     require(
@@ -264,44 +277,45 @@ def read_object(row:dict, columns:Sequence[str]=(), # of any layout; see `rename
 # %% ../../nbs/24_data.files.ipynb #7b3d1c02
 def _cache_file(file, kind):
     "Where something is kept that was made of a file as it is now."
-    about = os.stat(file)
-    key = f'{kind} {os.path.abspath(file)} {about.st_size} {about.st_mtime_ns}'
+    stat = os.stat(file)
+    key = f'{kind} {os.path.abspath(file)} {stat.st_size} {stat.st_mtime_ns}'
     folder = Path(datasets.config.HF_DATASETS_CACHE)/'nanovlm'
     return folder/hashlib.sha256(key.encode()).hexdigest()[:32]
 
 @contextmanager
-def _alone(place):
-    "Inside, no other process makes what belongs there; where nothing can be locked, each makes its own."
+def _locked(cache_file):
+    "Inside, no other process makes this file; where nothing can be locked, each makes its own."
     with ExitStack() as stack:
         with suppress(OSError): # a cache that cannot be written costs time alone
-            place.parent.mkdir(parents=True, exist_ok=True)
-            lock = stack.enter_context(open(f'{place}.lock', 'ab'))
+            cache_file.parent.mkdir(parents=True, exist_ok=True)
+            lock = stack.enter_context(open(f'{cache_file}.lock', 'ab'))
             while lock_file(lock) is False: time.sleep(.05)
         yield
 
-def _cached(place):
-    "The table that is kept there, with its checksum at the end; None: there is none, or it is damaged."
-    with suppress(OSError, pa.ArrowInvalid), pa.memory_map(str(place)) as cached:
+def _cached(cache_file):
+    "The table of a file that ends in its checksum; None: there is none, or it is damaged."
+    with suppress(OSError, pa.ArrowInvalid), pa.memory_map(str(cache_file)) as cached:
         body = cached.read_buffer()
         if zlib.crc32(body[:-4]) == int.from_bytes(body[-4:], 'big'):
             return pa.ipc.open_file(body[:-4]).read_all()
 
-def mapped(file:str|Path, kind:str, make:Callable[[],pa.Table])->pa.Table: # names the cached table
+def mapped(
+    file:str|Path,
+    kind:str, # of what is kept, part of the name in the cache
+    make:Callable[[],pa.Table], # reads the file
+)->pa.Table:
     "What `make` finds in a file, from the cache if it is there; of several processes one makes it."
-    place = _cache_file(file, kind)
-    with _alone(place):
-        table = _cached(place)
+    cache_file = _cache_file(file, kind)
+    with _locked(cache_file):
+        table = _cached(cache_file)
         if table is not None: return table
         table = make().combine_chunks()
         sink = io.BytesIO()
         with pa.ipc.new_file(sink, table.schema) as writer:
             writer.write_table(table)
         with suppress(OSError):
-            write_atomic(
-                place,
-                sink.getvalue()+zlib.crc32(sink.getvalue()).to_bytes(4, 'big'),
-                str(os.getpid())
-            )
+            checksum = zlib.crc32(sink.getvalue()).to_bytes(4, 'big')
+            write_atomic(cache_file, sink.getvalue()+checksum, str(os.getpid()))
     return table
 
 # %% ../../nbs/24_data.files.ipynb #7b3d1c03
@@ -318,14 +332,14 @@ def _line_places(file):
     starts = starts[starts < len(data)]
     sizes = np.diff(starts, append=len(data))
     blank = np.isin(data[starts], _BLANKS)
-    for i in np.flatnonzero(blank):
+    for i in np.flatnonzero(blank): # lines that begin with a blank
         blank[i] = not data[starts[i]:starts[i]+sizes[i]].tobytes().strip()
     return pa.table(
         dict(start=starts[~blank], size=sizes[~blank], number=np.flatnonzero(~blank)+1)
     )
 
 def _places(file):
-    "Where the rows of a file stand that names its pictures; if it has no plain lines, the rows themselves."
+    "Table of where the rows of a file stand; if it has no plain lines, of the rows themselves."
     rows = _objects(file)
     if rows is None and file.suffix.lower() not in _PACKED:
         return mapped(file, 'lines', partial(_line_places, file))
@@ -349,8 +363,8 @@ def _is_saved(folder):
     return any((folder/f).exists() for f in ('state.json', 'dataset_dict.json'))
 
 # %% ../../nbs/24_data.files.ipynb #75897997
-_SPLITS = {'train', 'test', 'validation', 'valid', 'val', 'dev', 'eval'} # names of folders and files
-_SPLIT_WORDS = _SPLITS|{'training', 'testing', 'evaluation'} # that `datasets` knows
+_SPLITS = {'train', 'test', 'validation', 'valid', 'val', 'dev', 'eval'} # words in names of folders and files
+_SPLIT_WORDS = _SPLITS|{'training', 'testing', 'evaluation'} # those that `datasets` knows
 
 def _without_tests(files):
     "Files without those that are called like a split for validation or tests, if others are there."
@@ -381,7 +395,7 @@ def _row_of(make, columns, folders, unread):
     except (TypeError, AttributeError, RecursionError) as e:
         return {LEFT_OUT: UsageError(f'{type(e).__name__}: {e}')}
 
-def _at(table, i):
+def _table_row(table, i):
     return {name:table[name][i].as_py() for name in table.column_names}
 
 @lru_cache(maxsize=8)
@@ -400,7 +414,7 @@ class _Lines(Sequence):
     def __len__(self): return len(self.places)
 
     def __getitem__(self, i:Any)->Any:
-        place = _at(self.places, i)
+        place = _table_row(self.places, i)
         known = dict(source=self.source, row_id=str(place['number']))
         return _row_of(partial(self.parsed, place), self.columns, self.folders, self.unread)|known
 
@@ -412,12 +426,12 @@ class _Lines(Sequence):
         if isinstance(row, bytes): return json.loads(row)
         return _pair_row(row) if self.file.is_dir() else row
 
-def _look(rows, nothing):
-    "The columns that nothing reads in the first rows; an error if no row at all can be used."
+def _unread_in_first(rows, nothing):
+    "The columns that nothing reads in the first rows; an error if no row at all can be used: `nothing`."
     unread = set[str]()
     drops = Drops()
     usable = False
-    first = None
+    first_error = None
     parts = (replace(part, unread=unread) for part in rows.parts)
     for n,row in enumerate(chain.from_iterable(parts)):
         if usable and n >= READ_ROWS: break
@@ -425,11 +439,11 @@ def _look(rows, nothing):
         if not isinstance(checked, Dropped): usable = True
         else:
             drops.add(checked)
-            first = first or row[LEFT_OUT]
+            first_error = first_error or row[LEFT_OUT]
     # damage is named when it is met
     if usable or any(getattr(part, 'damage', '') for part in rows.parts):
         return unread
-    kind = UnusedColumn if isinstance(first, UnusedColumn) else UsageError
+    kind = UnusedColumn if isinstance(first_error, UnusedColumn) else UsageError
     raise kind(f'{nothing} can be used: {drops.blame or "it is empty"}')
 
 def _log_unread(where, unread):
@@ -440,8 +454,11 @@ def _log_unread(where, unread):
 # %% ../../nbs/24_data.files.ipynb #7c264398
 _SHARES = 1024 # parts into which tables are cut for streaming
 
-def text_rows(path:str|Path, images_path:str|Path|None=None, # files; pictures, None: beside them
-    columns:Sequence[str]=())->Parts: # dictionaries; see `rename`
+def text_rows(
+    path:str|Path, # of a file or a folder
+    images_path:str|Path|None=None, # folder of the pictures; None: beside the files
+    columns:Sequence[str]=(), # see `rename`
+)->Parts: # of dictionaries
     "Rows of files that name their pictures: `source` is the file, `row_id` the number of the line."
     files = text_files(path)
     if not files:
@@ -453,13 +470,13 @@ def text_rows(path:str|Path, images_path:str|Path|None=None, # files; pictures, 
         folders = [file.parent/'images', file.parent] if images_path is None else [images_path]
         source = file.name if file.is_dir() else file.name[:file.name.lower().rindex(ending(file))]
         whole.append(_Lines(file, source, columns, [*map(str, folders)], _places(file)))
-    size = max(1, -(-sum(map(len, whole))//_SHARES))
+    rows_a_part = max(1, -(-sum(map(len, whole))//_SHARES))
     parts = []
     for lines in whole:
-        for at in range(0, len(lines), size):
-            parts.append(replace(lines, places=lines.places.slice(at, size)))
+        for start in range(0, len(lines), rows_a_part):
+            parts.append(replace(lines, places=lines.places.slice(start, rows_a_part)))
     rows = Parts(parts)
-    _log_unread(path, _look(rows, f'no line of {path}'))
+    _log_unread(path, _unread_in_first(rows, f'no line of {path}'))
     return rows
 
 def _log_aside(folder, files):
@@ -474,58 +491,61 @@ def _log_aside(folder, files):
         logger.warning('%s: left aside, beside %s: %s', folder, files[0].name, aside)
 
 # %% ../../nbs/24_data.files.ipynb #62536dd9
-def _has_data(folder, where):
+def _has_data(folder, pattern):
     if _is_saved(folder): return True
     pictures = False
-    others = set()
-    for file in folder.glob(where):
+    endings = set()
+    for file in folder.glob(pattern):
         pictures = pictures or names_picture(file.name)
-        others.add(ending(file))
-        if others & {*FILES, *LINES} or pictures and others & {'.txt', '.caption'}:
+        endings.add(ending(file))
+        if endings & {*FILES, *LINES} or pictures and endings & {'.txt', '.caption'}:
             return True
     return False
 
 # %% ../../nbs/24_data.files.ipynb #d1a20164
 def local_configs(path:str|Path)->list[str]: # subfolders with data, in natural order
     "Configurations of a local data set; none if it has files itself, or folders for splits."
-    found = [
+    names = [
         p.name for p in Path(path).iterdir() if p.is_dir() and _has_data(p, '**/*')
     ]
-    if _has_data(Path(path), '*') or _SPLITS & {*found}:
+    if _has_data(Path(path), '*') or _SPLITS & {*names}:
         return []
     def natural(name):
         return [
             int(part) if part.isdigit() else part for part in re.split(r'(\d+)', name)
         ]
-    return sorted(found, key=natural)
+    return sorted(names, key=natural)
 
 # %% ../../nbs/24_data.files.ipynb #a6a531f2
-def _described(folder):
+def _readme_configs(folder):
     "Configurations that the README of a data set names."
     if not (folder/'README.md').is_file(): return []
     return datasets.get_dataset_config_names(str(folder.resolve()))
 
 # %% ../../nbs/24_data.files.ipynb #17c00007
-def config_names(path:str|Path, names:Sequence[str]=('default',))->list[str]: # see `load_configs`
-    "Which configurations a selection means, of a folder, a file or a hub name."
+def config_names(
+    path:str|Path, # a folder, a file or a hub name
+    names:Sequence[str]=('default',), # see `load_configs`
+)->list[str]:
+    "Which configurations of a data set a selection means."
     folder = Path(path)
     every = bool({'all', 'shards'} & set(names))
     if folder.is_file(): return ['default']
     if not folder.is_dir():
         check_hub_name(path)
         return datasets.get_dataset_config_names(str(path)) if every else list(names)
-    subs = local_configs(folder)
-    if every: return subs or _described(folder) or ['default']
-    if tuple(names) == ('default',) and 'default' not in subs:
-        return subs or ['default']
+    local = local_configs(folder)
+    if every: return local or _readme_configs(folder) or ['default']
+    if tuple(names) == ('default',) and 'default' not in local:
+        return local or ['default']
     return list(names)
 
 # %% ../../nbs/24_data.files.ipynb #fc93185d
-_GROUP_ROWS = 20_000 # rows of a row group of parquet that are not worth a warning
-_READ_BYTES = 2**20 # of a column, that are taken from a file at a time
+_GROUP_ROWS = 20_000 # rows of a row group of parquet, above which there is a warning
+_READ_BYTES = 2**20 # bytes of a column that are read from a file at a time
 
-def _found(path, split, cache_dir, streaming, **more):
-    "What `datasets` finds. A lane holds one decoded row group of parquet; buffering spares the file's bytes."
+def _load_dataset(path, split, cache_dir, streaming, **more):
+    "What `datasets` finds; a stream holds one decoded row group of parquet, and no more bytes of its file."
     if not streaming:
         return datasets.load_dataset(path, split=split, cache_dir=cache_dir, **more)
     if isinstance(path, datasets.DatasetBuilder):
@@ -546,7 +566,7 @@ def parquet_footer(file:str|Path)->Any: # None: it is damaged
     except (OSError, pa.ArrowException): return None
 
 @lru_cache(maxsize=8) # of a thousand row groups one takes four megabytes
-def _footer(file, written): # when it was written, so that another file of that name is read again
+def _footer(file, written): # time in ns, so that another file of that name is read again
     return pq.read_metadata(file)
 
 class _Parquet(Parquet):
@@ -564,7 +584,7 @@ class _Parquet(Parquet):
 def _features(files:Iterable[Path])->datasets.Features|None:
     "The columns of parquet files, each as in the first that fills it; None: `datasets` finds them all."
     schemas = {} # each that occurs, once
-    largest = 0,'' # rows of a row group; where
+    largest = 0,'' # rows of a row group, file
     for file in sorted(files):
         footer = parquet_footer(file)
         if footer is None:
@@ -581,13 +601,13 @@ def _features(files:Iterable[Path])->datasets.Features|None:
     if largest[0] > _GROUP_ROWS:
         logger.warning('%s has row groups of %s rows: a stream that is resumed within one reads it from its '
             'beginning. Write it with row_group_size=1000', largest[1], largest[0])
-    found = [datasets.Features.from_arrow_schema(s) for s in schemas.values()]
-    every:dict = {}
-    for columns in found:
+    each = [datasets.Features.from_arrow_schema(s) for s in schemas.values()]
+    merged:dict = {}
+    for columns in each:
         for name,kind in columns.items(): # in some files all are null
-            if every.get(name) in (None, datasets.Value('null')):
-                every[name] = kind
-    return datasets.Features(every) if found and every != found[0] else None
+            if merged.get(name) in (None, datasets.Value('null')):
+                merged[name] = kind
+    return datasets.Features(merged) if each and merged != each[0] else None
 
 # %% ../../nbs/24_data.files.ipynb #17c00005
 def _data_files(folder, split):
@@ -640,32 +660,32 @@ def _files(path, split, cache_dir, streaming):
         more = dict(
             path=_Parquet(cache_dir=cache_dir, data_files=files, features=features)
         )
-    return _found(more.pop('path'), split, cache_dir, streaming, **more)
+    return _load_dataset(more.pop('path'), split, cache_dir, streaming, **more)
 
 # %% ../../nbs/24_data.files.ipynb #17c0a007
-def _sample(parts)->dict: # kind and bytes of its files, or for pictures their paths
+def _sample(parts)->dict: # (kind, bytes) of its files, or (kind, path) of pictures
     "The row of a sample: what its JSON says, its pictures, and its other files as text where they are."
-    own = {}
-    said = {}
+    files = {}
+    from_json = {}
     for kind,data in parts:
         if kind.rpartition('.')[2] == 'json':
             with suppress(ValueError, TypeError, RecursionError):
-                said |= json.loads(data)
+                from_json |= json.loads(data)
         elif names_picture(kind):
-            own[kind] = data if isinstance(data, bytes) else str(data.absolute())
+            files[kind] = data if isinstance(data, bytes) else str(data.absolute())
         else:
-            own[kind] = data
+            files[kind] = data
             with suppress(UnicodeDecodeError):
-                own[kind] = data.decode('utf-8-sig').strip()
-    return said|own
+                files[kind] = data.decode('utf-8-sig').strip()
+    return from_json|files
 
 # %% ../../nbs/24_data.files.ipynb #17c0a006
 def _sample_places(file):
-    "Kinds, first bytes and sizes (-1: it is sparse) of the parts of each sample of a tar; what is damaged."
+    "Table of kinds, first bytes and sizes (-1: sparse) of the parts of each sample of a tar; its `damage`."
     names = []
     places = []
     damage = ''
-    size = file.seek(0, os.SEEK_END)
+    end = file.seek(0, os.SEEK_END)
     file.seek(0)
     try:
         with tarfile.open(fileobj=file) as tar:
@@ -673,12 +693,12 @@ def _sample_places(file):
                 tar.members.clear() # it would keep them all
                 if not member.isreg(): continue
                 place = member.offset_data,-1 if member.issparse() else member.size
-                if sum(place) > size:
+                if sum(place) > end:
                     raise tarfile.ReadError('unexpected end of data')
                 names.append(member.name)
                 places.append(place)
     except BROKEN as e:
-        if not _is_damage(e): raise
+        if not is_damage(e): raise
         damage = str(e)
     samples = [*group_samples(names).values()]
     pictures = [parts for parts in samples if _has_picture(parts)]
@@ -690,33 +710,33 @@ def _sample_places(file):
         columns['starts'].append([places[i][0] for _,i in parts])
         columns['sizes'].append([places[i][1] for _,i in parts])
     types = pa.string(),pa.int64(),pa.int64()
-    made = [
+    arrays = [
         pa.array(column, pa.list_(kind)) for column,kind in zip(columns.values(), types)
     ]
-    return pa.table(made, [*columns], metadata=dict(damage=damage))
+    return pa.table(arrays, [*columns], metadata=dict(damage=damage))
 
 def _unpacked(path, compression):
     "What a compressed tar holds, as a file in the cache."
-    place = _cache_file(path, 'unpacked')
-    with _alone(place):
-        if not place.exists():
+    cache_file = _cache_file(path, 'unpacked')
+    with _locked(cache_file):
+        if not cache_file.exists():
             with pa.input_stream(path, compression=compression) as packed, \
-                tempfile.NamedTemporaryFile(dir=place.parent) as file:
+                tempfile.NamedTemporaryFile(dir=cache_file.parent) as file:
                 shutil.copyfileobj(packed, file)
                 file.flush()
                 with suppress(FileExistsError):
-                    os.link(file.name, place) # one that could not lock may have been faster
-    return open(place, 'rb')
+                    os.link(file.name, cache_file) # one that could not lock may have been faster
+    return open(cache_file, 'rb')
 
 @lru_cache(maxsize=8)
-def _open_tar(path, written): # when it was written, so that another file of that name is read again
+def _open_tar(path, written): # time in ns, so that another file of that name is read again
     "A tar, or what a compressed one holds, and where its samples lie in there."
     file = open(path, 'rb')
     compression = {b'\x1f\x8b': 'gzip', b'BZ': 'bz2', b'(\xb5': 'zstd'}.get(os.pread(file.fileno(), 2, 0))
     try:
         if compression: file = _unpacked(path, compression)
     except BROKEN as e:
-        if not _is_damage(e): raise
+        if not is_damage(e): raise
         return file,pa.table({}, metadata=dict(damage=str(e)))
     return file,mapped(path, 'tar', partial(_sample_places, file))
 
@@ -741,7 +761,7 @@ class _Tar(Sequence):
     def __getitem__(self, i:Any)->Any:
         file,places = self.opened()
         return _row_of(
-            partial(self.parsed, file, _at(places, i)),
+            partial(self.parsed, file, _table_row(places, i)),
             self.columns,
             self.folders,
             self.unread
@@ -756,9 +776,9 @@ class _Tar(Sequence):
         return _sample(parts)
 
 # %% ../../nbs/24_data.files.ipynb #17c0a008
-def _of_tars(path, streaming, columns, folders):
+def _tar_rows(path, streaming, columns, folders):
     "The rows of tars; a damaged one is an error for a table, and named by a stream."
-    files = [*map(str, _tars(path))]
+    files = [*map(str, tar_files(path))]
     packed = [file for file in files if not file.endswith('.tar')]
     if packed:
         logger.warning(
@@ -771,11 +791,11 @@ def _of_tars(path, streaming, columns, folders):
     if not streaming:
         for tar in rows.parts:
             require(not tar.damage, f'{tar.path}: {tar.damage}')
-    _log_unread(path, _look(rows, f'no sample of {path}'))
+    _log_unread(path, _unread_in_first(rows, f'no sample of {path}'))
     return rows
 
 # %% ../../nbs/24_data.files.ipynb #8df75409
-def _saved(folder, split, streaming):
+def _saved_rows(folder, split, streaming):
     "The rows of a folder that `save_to_disk` wrote."
     ds = datasets.load_from_disk(str(folder))
     if isinstance(ds, datasets.DatasetDict):
@@ -803,8 +823,13 @@ def _under_names(ds, names):
         fn_kwargs=dict(names=names)
     )
 
-def _conform(ds:Any, name:str, where:str='the rows', # its `source`, if it has none; for messages
-    columns:Sequence[str]=(), folders:Folders=None)->Any: # see `rename`; of pictures that are named
+def conform(
+    ds:Any, # table or stream
+    source:str, # for its column `source`, if it has none
+    where:str='the rows', # for messages
+    columns:Sequence[str]=(), # see `rename`
+    folders:Folders=None, # of the pictures that are named
+)->Any: # table or stream
     "The rows without what nothing reads; an error if there is no conversation, or if one would be lost."
     whole = isinstance(ds, datasets.Dataset)
     require(not whole or len(ds), 'it has no rows')
@@ -816,125 +841,145 @@ def _conform(ds:Any, name:str, where:str='the rows', # its `source`, if it has n
     read,unread = columns_read(head_rows(ds), where, folders, bool(columns))
     by_name = columns_by_name(tuple(ds.column_names))
     named = by_name['texts'] or by_name['answer']
-    told = any(read.get(kind) for kind in ('texts', 'answer', 'choice'))
-    require(named or told,
+    answered = any(read.get(kind) for kind in ('texts', 'answer', 'choice'))
+    require(named or answered,
         f'{where} has no conversation and no answer: the columns are {", ".join(ds.column_names)}; '
                   f'{GIVE}. Pictures with a class are for `nanovlm classify`')
     _log_unread(where, unread)
-    others:set[str] = set()
+    known:set[str] = set() # a later row may fill another column of a known name
     for kind in ('images', 'texts', 'question', 'answer'):
-        others.update(*by_name[kind])
-    aside = {'id', 'kinds', *unread}-others # a row may fill another column of a name that is known
-    ds = ds.select_columns([c for c in ds.column_names if c not in aside])
+        known.update(*by_name[kind])
+    left_out = {'id', 'kinds', *unread}-known
+    ds = ds.select_columns([c for c in ds.column_names if c not in left_out])
     if whole and 'source' not in ds.column_names:
-        ds = ds.add_column('source', [name]*len(ds))
+        ds = ds.add_column('source', [source]*len(ds))
     return ds
 
 # %% ../../nbs/24_data.files.ipynb #18fe4b8d
-def _folder(path, name):
+def config_folder(path:str|Path, name:str)->Path:
+    "The folder of a configuration; the path itself if there is none of that name."
     return Path(path)/name if (Path(path)/name).is_dir() else Path(path)
 
-def _tars(path):
+def tar_files(path:Path)->list[Path]: # a file or a folder
     "The tars that a path names; what else is there is named in the log."
     if path.is_file():
         return [path] if ending(path) == '.tar' else []
-    found = sorted(f for f in path.glob('*') if ending(f) == '.tar' and f.is_file())
-    if found: _log_aside(path, found)
-    return found
+    tars = sorted(f for f in path.glob('*') if ending(f) == '.tar' and f.is_file())
+    if tars: _log_aside(path, tars)
+    return tars
 
-def picture_folders(path:str|Path, name:str='default',
-    images_path:str|Path|None=None)->list[str]|None:
-    "Where pictures lie that a configuration names: beside its files. None: its rows have been found already."
-    folder = _folder(path, name)
+def picture_folders(
+    path:str|Path, # of the data set
+    name:str='default', # of the configuration
+    images_path:str|Path|None=None, # where all pictures lie; None: beside the files
+)->list[str]:
+    "Where pictures lie that a configuration names."
+    folder = config_folder(path, name)
     if images_path is not None: return [str(images_path)]
     if not folder.exists(): return [os.sep] # of the hub
     files = [folder]
     if not folder.is_file():
         files = [f for f in folder.rglob('*') if ending(f) in FILES]
-    others = _SPLITS-{'train'}
+    other_splits = _SPLITS-{'train'}
     parents = {
         f.parent
         for f in files
-        if not others & {*f.relative_to(folder.parent).parts[1:]}
+        if not other_splits & {*f.relative_to(folder.parent).parts[1:]}
     }
-    places = []
+    folders = []
     for parent in sorted(parents or {folder}):
-        places += [str(parent/'images'), str(parent)]
-    return places
+        folders += [str(parent/'images'), str(parent)]
+    return folders
 
-def load_config(path:str|Path, name:str, split:str='train', # a folder, a file or a hub name; what of it
-    cache_dir:str|None=None, streaming:bool=False, as_stored:bool=False, # of `datasets`; all columns
-    columns:Sequence[str]=(), images_path:str|Path|None=None, # see `text_rows`
+def load_config(
+    path:str|Path, # a folder, a file or a hub name
+    name:str, # of the configuration
+    split:str='train',
+    cache_dir:str|None=None, # of `datasets`
+    streaming:bool=False,
+    as_stored:bool=False, # keep all columns, under their names
+    columns:Sequence[str]=(), # see `text_rows`
+    images_path:str|Path|None=None, # see `text_rows`
 )->datasets.Dataset|datasets.IterableDataset|Parts: # its rows
     "Load one configuration and check its columns."
-    folder = _folder(path, name)
-    places = picture_folders(path, name, images_path)
+    folder = config_folder(path, name)
+    pictures = picture_folders(path, name, images_path)
     if folder == Path(path) and name != 'default' and folder.is_dir():
-        if name not in _described(folder):
+        if name not in _readme_configs(folder):
             raise MissingFile(f'no folder {name} in {path}; there are {local_configs(path)}')
-        ds = _found(str(folder.resolve()), split, cache_dir, streaming, name=name)
+        ds = _load_dataset(
+            str(folder.resolve()), split, cache_dir, streaming, name=name
+        )
     elif text_files(folder):
         return text_rows(folder, images_path, columns)
-    elif _tars(folder):
-        return _of_tars(folder, streaming, columns, places)
+    elif tar_files(folder):
+        return _tar_rows(folder, streaming, columns, pictures)
     elif _is_saved(folder):
-        ds = _saved(folder, split, streaming)
+        ds = _saved_rows(folder, split, streaming)
     elif folder.exists():
         ds = _files(folder, split, cache_dir, streaming)
     else:
-        ds = _found(str(path), split, cache_dir, streaming, name=name)
+        ds = _load_dataset(str(path), split, cache_dir, streaming, name=name)
+    if as_stored: return ds
     source = folder.stem if folder.is_file() else name
-    return ds if as_stored else _conform(ds, source, f'{path} ({name})', columns,
-        places)
+    return conform(ds, source, f'{path} ({name})', columns, pictures)
 
 # %% ../../nbs/24_data.files.ipynb #18fe4b91
-def unread_columns(path:str|Path, name:str, images_path:str|Path|None=None, # see `load_config`
-    columns:Sequence[str]=())->set[str]: # see `rename`
+def unread_columns( # see `load_config`
+    path:str|Path,
+    name:str,
+    images_path:str|Path|None=None,
+    columns:Sequence[str]=()
+)->set[str]:
     "The columns of a configuration that nothing reads in its first rows; raises what `load_config` raises."
-    folder = _folder(path, name)
+    folder = config_folder(path, name)
     unread = set[str]()
-    places = picture_folders(path, name, images_path)
-    if text_files(folder) or _tars(folder):
+    if text_files(folder) or tar_files(folder):
         rows = load_config(
             path, name, streaming=True, columns=columns, images_path=images_path
         )
-        unread = _look(rows, path)
+        unread = _unread_in_first(rows, path)
     else:
+        folders = picture_folders(path, name, images_path)
         rows = head_rows(load_config(path, name, streaming=True, as_stored=True))
         _,unread = columns_read(
-            [rename(row, columns) for row in rows], name, places, bool(columns)
+            [rename(row, columns) for row in rows], name, folders, bool(columns)
         )
     return unread-{column.partition('=')[2] for column in columns}
 
 # %% ../../nbs/24_data.files.ipynb #9a00b28d
 LOAD_ERRORS = (OSError, ValueError, DatasetsError, pa.ArrowException)
 
-def _not_given(path, error):
-    "What to say of a data set that is neither here nor came from the hub."
+def _missing_error(path, error):
+    "The error about a data set that is neither here nor came from the hub."
     kind = Unreachable if isinstance(error, ConnectionError) else MissingFile
     return kind(f'train_dataset_path {path}: there is no such file or folder here{near_path(path)}; '
         f'the hub did not give it: {str(error).strip().partition(chr(10))[0]}')
 
-def load_configs(path:str|Path, names:Sequence[str]=('default',), **how)->dict: # see `load_config`
-    "Configurations by name, `all` (or `shards`): every one; a failed one is a warning that names it."
+def load_configs(
+    path:str|Path, # see `load_config`
+    names:Sequence[str]=('default',), # or `all`, `shards`: every one
+    **options, # of `load_config`
+)->dict: # name -> rows
+    "The configurations that can be loaded; each that fails is a warning that names it."
     data = {}
-    why = []
+    failures = []
     try: chosen = config_names(path, names)
     except UsageError: raise
-    except LOAD_ERRORS as e: raise _not_given(path, e) from e
+    except LOAD_ERRORS as e: raise _missing_error(path, e) from e
     for name in chosen:
         try:
-            data[name] = load_config(path, name, **how)
+            data[name] = load_config(path, name, **options)
         except UnusedColumn:
-            raise # it was not looked at to the end
+            raise # you can correct it in the settings
         except ConnectionError as e:
-            raise _not_given(path, e) from e # nor was this
+            raise _missing_error(path, e) from e
         except LOAD_ERRORS as e:
             if not Path(path).exists() and len(chosen)==1:
-                raise _not_given(path, e) from e
+                raise _missing_error(path, e) from e
             cause = e
             if isinstance(e, DatasetsError) and e.__cause__:
-                cause = e.__cause__ # what it is, not where
+                cause = e.__cause__ # says what happened, `e` only where
             logger.warning(
                 'skipped data set %s of %s: %s: %s',
                 name,
@@ -942,11 +987,11 @@ def load_configs(path:str|Path, names:Sequence[str]=('default',), **how)->dict: 
                 type(cause).__name__,
                 cause
             )
-            why.append(f'{name}: {cause}'.strip().split('\n')[0])
+            failures.append(f'{name}: {cause}'.strip().split('\n')[0])
     require(
         data,
         f'No valid datasets were loaded. Check train_dataset_path={path} '
-        f'and train_dataset_name={list(names)}: '+'; '.join(why)
+        f'and train_dataset_name={list(names)}: '+'; '.join(failures)
     )
     return data
 
@@ -956,11 +1001,11 @@ def _own_row(row, i, columns, keep):
     if isinstance(row, (tuple, list)) and len(row) == 3:
         row = dict(zip(('image', 'question', 'answer'), row))
     try:
-        own = read_object(row, columns)
-        require(own['texts'], f'it has no turns: {GIVE}')
+        ours = read_object(row, columns)
+        require(ours['texts'], f'it has no turns: {GIVE}')
     except ValueError as e:
         raise UsageError(f'row {i}: {e}') from None
-    return dict(row_id=i)|{name:row[name] for name in keep if name in row}|own
+    return dict(row_id=i)|{name:row[name] for name in keep if name in row}|ours
 
 # %% ../../nbs/24_data.files.ipynb #29d70013
 def _plain(x):
@@ -968,8 +1013,10 @@ def _plain(x):
     if isinstance(x, float) and x != x: return None
     return x.tolist() if isinstance(x, np.ndarray) and x.ndim == 1 else x
 
-def own_rows(rows, # list, generator, DataFrame or data set of dictionaries or (picture, question, answer)
-    columns:Sequence[str]=(), keep:Sequence[str]=(), # such as `image=photo`, see `rename`; what stays besides
+def own_rows(
+    rows, # list, generator, DataFrame or data set of dictionaries or (picture, question, answer)
+    columns:Sequence[str]=(), # such as `image=photo`, see `rename`
+    keep:Sequence[str]=(), # columns that stay besides
 )->list[dict]|datasets.Dataset:
     "Rows of your own in FineVision's schema; a ValueError names the first that is wrong."
     if isinstance(rows, datasets.Dataset):
@@ -984,6 +1031,6 @@ def own_rows(rows, # list, generator, DataFrame or data set of dictionaries or (
         isinstance(rows, Iterable) and not isinstance(rows, (str, bytes, dict)),
         f'rows are a {type(rows).__name__}: give a list, a generator or a table'
     )
-    own = [_own_row(row, i, columns, keep) for i,row in enumerate(rows)]
-    require(own, 'there are no rows: give one or more')
-    return own
+    ours = [_own_row(row, i, columns, keep) for i,row in enumerate(rows)]
+    require(ours, 'there are no rows: give one or more')
+    return ours

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['SPARE', 'FIRST_WINDOW', 'FIRST_PACKS', 'BY_VALUE', 'PackRules', 'Lane', 'naming', 'LaneState', 'plan_packs',
-           'planned', 'packs_of']
+           'planned', 'packs_of', 'as_received', 'LaneDataset', 'lanes_of']
 
 # %% ../../nbs/23_data.lanes.ipynb #ffd9f668
 import random
@@ -24,9 +24,9 @@ from .samples import Plan,VQADataset
 from .packing import balanced_greedy_knapsack,pack
 
 # %% ../../nbs/23_data.lanes.ipynb #809a7ebf
-SPARE = 3/8 # share of a pack that a window leaves free, so that packing comes out even
+SPARE = 3/8 # in packs: room that a window as a whole leaves free, so that packing comes out even
 FIRST_WINDOW = 8 # packs of an epoch's first window, at most
-FIRST_PACKS = 128 # of all lanes together, about
+FIRST_PACKS = 128 # packs of the first windows of all lanes together, about
 
 @dataclass(frozen=True)
 class PackRules:
@@ -49,9 +49,9 @@ class Lane:
     rules:PackRules # how to pack
     number:int # which lane, 0 to lanes-1
     lanes:int # how many there are
-    most:float = inf # packs of an epoch that are asked for
-    stretch:int = 1 # packs for which rows are read at a time; above 1, files are closed in between
-    plans:dict[str,Plan]|None = None # of samples that come again, by their place; None: they do not
+    max_packs:float = inf # packs of an epoch that are asked for
+    packs_per_read:int = 1 # packs for which rows are read at a time; above 1, files are closed in between
+    plan_cache:dict[str,Plan]|None = None # position and id -> plan, kept over epochs; None: nothing is kept
 
 # %% ../../nbs/23_data.lanes.ipynb #199207ab
 @dataclass
@@ -66,43 +66,51 @@ class naming(AbstractContextManager):
 # %% ../../nbs/23_data.lanes.ipynb #12bfe1a5
 @dataclass
 class _Window:
-    "Planned samples of a stretch of a lane, and what was left out there."
-    end:Any # position of the source after what was read
-    packs:int # that it is to fill
+    "Planned samples that are packed together, and what was left out among them."
+    end:Any # position of the source after the last row
+    n_packs:int # packs that it is to fill
     items:list = field(default_factory=list) # (plan, encoded pictures)
     drops:list = field(default_factory=list) # (id, reason, detail) of what was left out
     cut:dict = field(default_factory=dict) # id -> turns that ratings took from a sample that stays
 
 # %% ../../nbs/23_data.lanes.ipynb #f111a001
-def _open_window(lane:Lane, rows:Iterator, end:Any, before:int)->Iterator[_Window]: # packs so far
+def _open_window(
+    lane:Lane,
+    rows:Iterator, # (position of the source after it, row)
+    start:Any, # position of the source where the window begins
+    packs_before:int, # packs of this epoch from earlier windows
+)->Iterator[_Window]: # one window, again and again
     "Yields the growing window: empty first, then after each row, until it is full or the rows end."
     rules = lane.rules
-    tokens = 0
-    most = rules.max_tiles or inf
-    packs = min(rules.window, rules.first+before, max(lane.most-before, 1))
-    window = _Window(end, int(packs))
+    # small at first, so that training starts soon; windows grow with the packs so far
+    n_packs = min(rules.window, rules.first+packs_before)
+    # but no larger than the packs that are still asked for
+    window = _Window(start, int(min(n_packs, max(lane.max_packs-packs_before, 1))))
     yield window
-    while before<lane.most and tokens<(window.packs-SPARE)*rules.length:
-        window.end,row = next(rows, (window.end, None))
-        if row is None: return
+    if packs_before>=lane.max_packs: return
+    max_tiles = rules.max_tiles or inf
+    tokens = 0
+    for position,row in rows:
+        window.end = position
         try:
             if isinstance(row, Dropped): raise row
-            place = f"{window.end} {row['id']}"
-            plan = (lane.plans or {}).get(place)
+            key = f"{position} {row['id']}"
+            plan = (lane.plan_cache or {}).get(key)
             if plan is None:
                 with naming(row['id']): plan = lane.samples.plan_row(row)
-            if lane.plans is not None: lane.plans[place] = plan
-            if plan.tiles>most:
+            if lane.plan_cache is not None: lane.plan_cache[key] = plan
+            if plan.tiles>max_tiles:
                 raise Dropped(
                     plan.id,
                     'too_many_tiles',
-                    f'{plan.tiles} tiles, a pack holds {most}'
+                    f'{plan.tiles} tiles, a pack holds {max_tiles}'
                 )
             window.items.append((plan, row['images']))
             tokens += plan.tokens
             if plan.cut: window.cut[plan.id] = plan.cut
         except Dropped as d: window.drops.append(d.args)
         yield window
+        if tokens>=(window.n_packs-SPARE)*rules.length: return
 
 # %% ../../nbs/23_data.lanes.ipynb #b5b5f243
 class LaneState(NamedTuple):
@@ -113,17 +121,26 @@ class LaneState(NamedTuple):
     emitted:int = 0 # packs of the current window
 
 # %% ../../nbs/23_data.lanes.ipynb #b5891692
-def _take_order(tiles:list[int], first:int, seed:int, epoch:int)->list[int]: # update that takes the first
+def _take_order(
+    tiles:list[int], # of each pack
+    first:int, # number of the update that takes the first pack
+    seed:int,
+    epoch:int
+)->list[int]:
     "Indices of a window's packs, ordered so that all lanes take similar ones at the same update."
-    left = sorted(range(len(tiles)), key=lambda g: (tiles[g], g))
+    remaining = sorted(range(len(tiles)), key=lambda g: (tiles[g], g))
     quantiles = [
         random.Random(f'{seed}/{epoch}/{first+j}').random() for j in range(len(tiles))
     ]
-    return [left.pop(int(q*len(left))) for q in quantiles]
+    return [remaining.pop(int(q*len(remaining))) for q in quantiles]
 
 # %% ../../nbs/23_data.lanes.ipynb #f940efed
-def plan_packs(lane:Lane, items:list[tuple], state:LaneState)->list[list[tuple]]: # of a window; its start
-    "The (plan, pictures) of the samples of each pack, in the order of the packs."
+def plan_packs(
+    lane:Lane,
+    items:list[tuple], # (plan, encoded pictures) of the samples of a window
+    state:LaneState, # where the window begins
+)->list[list[tuple]]: # the items of each pack
+    "Packs a window: its samples are shuffled, packed, and the packs are put in order."
     rules = lane.rules
     items = list(items)
     if rules.shuffle:
@@ -135,13 +152,9 @@ def plan_packs(lane:Lane, items:list[tuple], state:LaneState)->list[list[tuple]]
         tokens, images, rules.length, rules.max_images, tiles, rules.max_tiles
     )
     if rules.shuffle:
-        totals = []
-        for group in groups:
-            totals.append(sum(tiles[i] for i in group))
-        groups = [
-            groups[g]
-            for g in _take_order(totals, state.before, rules.seed, state.epoch)
-        ]
+        pack_tiles = [sum(tiles[i] for i in group) for group in groups]
+        order = _take_order(pack_tiles, state.before, rules.seed, state.epoch)
+        groups = [groups[g] for g in order]
     packs = []
     for group in groups:
         packs.append([items[i] for i in group])
@@ -171,93 +184,104 @@ class _Reader(Iterator):
 def planned(lane:Lane, state:LaneState=LaneState())->Iterator[tuple]: # samples, state after it, drops, cut
     "The packs of the rest of an epoch before they are decoded; at the end None for the samples."
     rows = _Reader(lane, state)
-    *_,window = _open_window(lane, rows, state.at, state.before)
+    for window in _open_window(lane, rows, state.at, state.before): pass # read all of it
     while window.items:
-        if lane.stretch>1: rows.close()
+        if lane.packs_per_read>1: rows.close()
         packs = plan_packs(lane, window.items, state)
-        read = len(window.items)
-        packs = packs[:int(min(len(packs), lane.most-state.before))]
-        n = len(packs)
-        window.items = [] # let go of what is given
-        after = LaneState(state.epoch, window.end, state.before+n)
-        more = _open_window(lane, rows, after.at, after.before)
-        following = next(more)
-        for j in range(n):
+        n_rows = len(window.items)
+        n_packs = int(min(len(packs), lane.max_packs-state.before))
+        window.items = [] # frees each pack's pictures when it has been given
+        next_state = LaneState(state.epoch, window.end, state.before+n_packs)
+        growing = _open_window(lane, rows, window.end, next_state.before)
+        next_window = next(growing)
+        # rows of the next window that are read for each pack of this one, rounded up
+        rows_a_pack = n_rows*next_window.n_packs//n_packs**2+1
+        for j in range(n_packs):
             members = packs.pop(0)
             if j<state.emitted: continue
-            news = ([], {}) if j else (window.drops, window.cut)
-            position = after if j+1==n else state._replace(emitted=j+1)
-            yield members,position,*news
-            if (j+lane.number)%lane.stretch:
-                continue # lanes take turns
-            for _ in islice(more, lane.stretch*(read*following.packs//n**2+1)):
-                pass
-            if lane.stretch>1: rows.close()
-        for _ in more: pass
-        state = after
-        window = following
+            last = j+1==n_packs
+            position = next_state if last else state._replace(emitted=j+1)
+            # what the window left out is told once, with its first pack
+            drops_and_cut = ([], {}) if j else (window.drops, window.cut)
+            yield members,position,*drops_and_cut
+            if (j+lane.number)%lane.packs_per_read:
+                continue # lanes open their files in turns, not all after the same pack
+            for _ in islice(growing, lane.packs_per_read*rows_a_pack): pass
+            if lane.packs_per_read>1: rows.close()
+        for _ in growing: pass # the rest of the next window
+        state = next_state
+        window = next_window
     yield None,state,window.drops,window.cut
 
 # %% ../../nbs/23_data.lanes.ipynb #f940ef03
 def packs_of(lane:Lane, state:LaneState=LaneState())->Iterator[dict]: # as of `packing.pack`
-    "The rest of an epoch, each pack with `lane`, `state` after it, and news; then padding for ever."
+    "The rest of an epoch, then padding for ever; each pack with `lane`, `state` after it, `drops`, `cut`, `done`."
     rules = lane.rules
     slots = lane.samples.tokenizer.image_token_id,lane.samples.mp_image_token_length
     for members,state,drops,cut in planned(lane, state):
         samples = []
         drops = [*drops]
         for plan,pictures in members or []:
-            chance = random.Random(f'{rules.seed}/{state.epoch}/{plan.id}') # another augmentation each epoch
+            rng = random.Random(f'{rules.seed}/{state.epoch}/{plan.id}') # other augmentations each epoch
             try:
                 with naming(plan.id):
-                    samples.append(lane.samples.finish(plan, pictures, chance))
+                    samples.append(lane.samples.finish(plan, pictures, rng))
             except Dropped as d:
                 drops.append(d.args) # its place is padding
-        news = dict(
+        made = pack(samples, rules.length, rules.pad_id, *slots)|dict(
             lane=lane.number,
             state=list(state),
             drops=drops,
             cut=cut,
             done=members is None
         )
-        made = pack(samples, rules.length, rules.pad_id, *slots)|news
         yield made
-    while True: yield made
+    while True: yield made # with the same drops: `Drops` counts each id once
 
 # %% ../../nbs/23_data.lanes.ipynb #7d10a861
 BY_VALUE = 2**18 # bytes; smaller tensors are copied
 
-def _light(x:Tensor)->Any:
-    return x.numpy() if x.nbytes<BY_VALUE else x
-def _heavy(x:Any)->Tensor:
+def _as_sent(x:Any)->Any: # anything but a small tensor stays as it is
+    "A small tensor as an array, which is copied between processes."
+    return x.numpy() if isinstance(x, Tensor) and x.nbytes<BY_VALUE else x
+def as_received(x:Any)->Any:
+    "An array as a tensor; anything else stays as it is."
     return torch.from_numpy(x) if isinstance(x, np.ndarray) else x
 
 @dataclass
-class _LaneDataset(IterableDataset):
+class LaneDataset(IterableDataset):
     "The packs of some lanes in turn, without end; None is an empty turn."
     lanes:list[Lane]
     states:list[LaneState] # where each begins
-    alone:Callable|None=None # makes a micro-batch of one pack; None: several packs make one
+    collate:Callable|None=None # makes a micro-batch of one pack; None: several packs make one
 
-    def __iter__(self)->Iterator[dict|None]: # small tensors as arrays, the tiles as one, and whose they are
+    def __iter__(self)->Iterator[dict|None]: # small tensors as arrays; all tiles as one, and their `shapes`
         info = get_worker_info()
-        worker,n = (info.id, info.num_workers) if info else (0, 1)
-        turns = [*map(packs_of, self.lanes[worker::n], self.states[worker::n])]
+        worker,workers = (info.id, info.num_workers) if info else (0, 1)
+        streams = [
+            *map(packs_of, self.lanes[worker::workers], self.states[worker::workers])
+        ]
+        most_lanes = -(-len(self.lanes)//workers) # of a worker
         while True:
-            for p in map(next, turns):
-                pictures = p['images']
-                made = {}
-                if self.alone:
-                    made = dict(layout=self.alone([p])['layout'].each(_light))
+            for made in map(next, streams):
+                pictures = made['images']
                 tiles = torch.cat([picture.flatten(0, -4) for picture in pictures]) if pictures else None
                 shapes = [picture.shape[:-3] for picture in pictures]
-                p = p|made|dict(images=tiles, shapes=shapes)
-                yield {k:_light(v) if isinstance(v, Tensor) else v for k,v in p.items()}
-            for _ in range(-(-len(self.lanes)//n)-len(turns)):
+                layout = {}
+                if self.collate:
+                    layout = dict(layout=self.collate([made])['layout'].each(_as_sent))
+                sent = made|layout|dict(images=tiles, shapes=shapes)
+                yield {k:_as_sent(v) for k,v in sent.items()}
+            for _ in range(most_lanes-len(streams)):
                 yield None
 
 # %% ../../nbs/23_data.lanes.ipynb #4780b164
-def _lanes_of(rank:int, world_size:int, batch_size:int, accumulation:int)->list[int]: # in their order
+def lanes_of(
+    rank:int,
+    world_size:int,
+    batch_size:int, # packs of a micro-batch
+    accumulation:int, # micro-batches of an update
+)->list[int]: # in the order of their packs
     "Which lanes a rank takes its packs from."
     lanes:list[int] = []
     for micro_batch in range(accumulation):

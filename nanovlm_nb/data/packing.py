@@ -22,75 +22,82 @@ from ..core.grids import grids_of
 from ..core.usage import UsageError
 
 # %% ../../nbs/21_data.packing.ipynb #23d58b4b
-def utilisation(groups:list[list[int]], lengths:Sequence[int], capacity:int)->float: # 0 to 1
+def utilisation(
+    groups:list[list[int]], # items of each pack
+    lengths:Sequence[int], # tokens of each item
+    capacity:int, # positions of a pack
+)->float: # 0 to 1
     "Tokens packed divided by positions paid for."
     packed = sum(lengths[i] for i in chain(*groups))
     return packed/(len(groups)*capacity)
 
 # %% ../../nbs/21_data.packing.ipynb #e14b0002
-def _items(lengths, image_counts, capacity, max_images=None, tile_counts=None,
-    max_tiles=None):
-    "Items as three costs, the scarcest in front, and an index; the limits; the fewest bins that may do."
-    given = (lengths, capacity), (image_counts, max_images), (tile_counts, max_tiles)
+def _items(
+    lengths, image_counts, capacity, max_images=None, tile_counts=None, max_tiles=None
+):
+    "(Three costs, the scarcest first; index) of each item, limits of a bin, the fewest bins that may do."
+    each = (lengths, capacity), (image_counts, max_images), (tile_counts, max_tiles)
     costs = []
-    for counts, most in given:
-        if most is None: continue
-        most = int(most)
+    for counts, limit in each:
+        if limit is None: continue
+        limit = int(limit)
         counts = [int(n) for n in counts]
-        if max(counts, default=0) > most:
-            raise UsageError(f'an item is larger than a pack of {most}: leave it out')
-        costs.append((counts, max(most, 1)))
-    costs.sort(key=lambda cost: -sum(cost[0])/cost[1])
+        if max(counts, default=0) > limit:
+            raise UsageError(f'an item is larger than a pack of {limit}: leave it out')
+        costs.append((counts, max(limit, 1)))
+    costs.sort(key=lambda cost: sum(cost[0])/cost[1], reverse=True)
     while len(costs) < 3: costs.append(([0]*len(lengths), 1))
-    least = 0
-    for counts, most in costs:
-        large = sum(2*n > most for n in counts) # no two of them share a bin
-        least = max(least, large, -(-sum(counts)//most))
+    fewest = 0
+    for counts, limit in costs:
+        large = sum(2*n > limit for n in counts) # no two of them share a bin
+        fewest = max(fewest, large, -(-sum(counts)//limit))
     columns, limits = zip(*costs)
-    return list(zip(*columns, range(len(lengths)))), limits, least
+    return list(zip(*columns, range(len(lengths)))), limits, fewest
 
 # %% ../../nbs/21_data.packing.ipynb #16a5dbf9
-def min_bins(*given, **limits)->int: # as of `balanced_greedy_knapsack`; no packing uses fewer bins
-    "A lower bound for the number of bins."
-    return _items(*given, **limits)[2]
+def min_bins(*args, **kwargs)->int: # see `balanced_greedy_knapsack`
+    "A lower bound for the number of bins: no packing uses fewer."
+    _, _, fewest = _items(*args, **kwargs)
+    return fewest
 
 # %% ../../nbs/21_data.packing.ipynb #10d979b8
-LOOK = 64 # after so many items, and again, it is seen whether all sums of the middle can be made
+LOOK = 64 # items, after each of which it is checked whether all sums of the middle can be made
 
 def _sums(pool, capacity):
-    """What the first items sum to, for none of them, one, two, ...: bits of an integer, the sum of all of
-    them, and from where on every sum can be made."""
+    """What some of the first items can sum to, for none of them, one, two, ...: (bits, total, dense).
+    Bit s of an integer says whether some sum to s, `total` is the sum of all of them, and from `dense` to
+    `total-dense` every sum can be made."""
     bits = 1
-    whole = 0
-    dense = capacity+1 # above all that is asked for
-    within = (1<<dense)-1
-    found = [(bits, whole, dense)]
+    total = 0
+    dense = capacity+1 # above every sum that is needed
+    mask = (1<<dense)-1
+    sums = [(bits, total, dense)]
     for item in pool:
         n = item[0]
-        bits = (bits | bits<<n) & within
-        whole += n
-        if not len(found)%LOOK and dense > capacity and whole <= 2*capacity:
-            missing = ~bits & (1<<whole//2+1)-1
+        bits = (bits | bits<<n) & mask
+        total += n
+        if not len(sums)%LOOK and dense > capacity and total <= 2*capacity:
+            missing = ~bits & (1<<total//2+1)-1
             first = missing.bit_length()
-            if whole-2*first >= max(pool)[0]: # one more item opens no gap there
+            if total-2*first >= max(pool)[0]: # one more item opens no gap there
                 dense = first
-                within = (1<<dense)-1
-                bits &= within
-        found.append((bits, whole, dense))
-    return found
+                mask = (1<<dense)-1
+                bits &= mask
+        sums.append((bits, total, dense))
+    return sums
 
 def _made(sums, load):
     "Whether some of the items sum to a load: then the others sum to the rest."
-    bits, whole, dense = sums
-    load = min(load, whole-load)
+    bits, total, dense = sums
+    load = min(load, total-load)
     return load >= dense or load >= 0 and bits>>load & 1
 
 def _below(sums, load):
     "The largest sum below a load, which is above 0."
-    bits, whole, dense = sums
+    bits, total, dense = sums
     if load <= dense:
-        return (bits & (1<<load)-1).bit_length()-1
-    load = min(load-1, whole)
+        return (bits & (1<<load)-1).bit_length()-1 # the highest bit below it
+    load = min(load-1, total)
     while not _made(sums, load): load -= 1
     return load
 
@@ -98,26 +105,29 @@ def _below(sums, load):
 # %% ../../nbs/21_data.packing.ipynb #fcc305a0
 def _choose(pool, sums, load, limits):
     "Items that sum to `load`, one of the sums, with the other costs in step with the first."
-    _, most_m, most_t = limits
-    whole = share = surplus = 0
+    # three costs are n, m and t; those beside the first are added up as m/limit_m + t/limit_t, in integers
+    _, limit_m, limit_t = limits
+    total = others = surplus = 0
     for n, m, t, _ in pool:
-        whole += n
-        share += m*most_t+t*most_m
+        total += n
+        others += m*limit_t+t*limit_m
     taken = []
-    for item, before in zip(reversed(pool), reversed(sums[:-1])):
+    # from the last item to the first, with the sums of those before it
+    for item, sums_before in zip(reversed(pool), reversed(sums[:-1])):
         n, m, t, _ = item
-        bits, _, dense = before
-        if n > load or not (bits>>load-n & 1 if load < dense else _made(before, load-n)):
+        bits, _, dense = sums_before
+        # those before it can make the rest of the load; `_made`, but faster
+        if n > load or not (bits>>load-n & 1 if load < dense else _made(sums_before, load-n)):
             continue
-        tilt = (m*most_t+t*most_m)*whole - share*n # above 0: more images and tiles than its size gives it
-        if (tilt < 0) == (surplus >= 0) or not (bits>>load & 1 if load < dense else _made(before, load)):
+        tilt = (m*limit_t+t*limit_m)*total - others*n # above 0: more images and tiles than its size gives it
+        if (tilt < 0) == (surplus >= 0) or not (bits>>load & 1 if load < dense else _made(sums_before, load)):
             load -= n
             surplus += tilt
             taken.append(item)
     return taken
 
 # %% ../../nbs/21_data.packing.ipynb #e14a0005
-TRIES = 16 # sums that are tried for a pack
+TRIES = 16 # sums that are tried for a pack, from the largest on
 
 def _left(room, items):
     "What is left of each limit after some items; below 0 if they do not fit."
@@ -130,24 +140,26 @@ def _beside(first, pool, limits):
     load = room[0]+1
     for _ in range(TRIES):
         load = max(_below(sums[-1], load), 0) if load else 0
-        taken = _choose(pool, sums, load, limits) if load else [] # what costs nothing of the first follows
+        taken = _choose(pool, sums, load, limits) if load else [] # the loop below adds what has no first cost
         if min(_left(room, taken)) >= 0: break
         taken = []
     room = _left(room, taken)
     chosen = {item[-1] for item in taken}
     for item in [item for item in pool if item[0] <= room[0] and item[-1] not in chosen]:
-        after = _left(room, [item])
-        if min(after) >= 0:
+        room_after = _left(room, [item])
+        if min(room_after) >= 0:
             taken.append(item)
-            room = after
+            room = room_after
     return taken
 
 # %% ../../nbs/21_data.packing.ipynb #e14a0008
 REACH = 48 # samples, at least, that a pack is chosen from
 
-def _plan(items, limits, most=None):
-    "The indices of the items of each bin, filled one after the other; None if they are more than `most`."
-    spare = inf if most is None else most*limits[0]-sum(item[0] for item in items)
+def _plan(items, limits, max_bins=None):
+    "The indices of the items of each bin, filled one after the other; None if they are more than `max_bins`."
+    spare = inf # that may be left free in all bins together
+    if max_bins is not None:
+        spare = max_bins*limits[0]-sum(item[0] for item in items)
     pool = []
     load = 0 # of the pool
     coming = iter(items)
@@ -161,9 +173,9 @@ def _plan(items, limits, most=None):
         if not pool: return groups
         first, *others = pool
         filled = [first, *_beside(first, others, limits)]
-        size = sum(item[0] for item in filled)
-        load -= size
-        spare -= limits[0]-size
+        filled_load = sum(item[0] for item in filled)
+        load -= filled_load
+        spare -= limits[0]-filled_load
         if spare < 0: return None
         taken = {item[-1] for item in filled}
         groups.append(sorted(taken))
@@ -171,15 +183,19 @@ def _plan(items, limits, most=None):
 
 # %% ../../nbs/21_data.packing.ipynb #7a514910
 def balanced_greedy_knapsack(
-    lengths:Sequence[int], image_counts:Sequence[int], capacity:int, # of each item; tokens of a bin
+    lengths:Sequence[int], # tokens of each item
+    image_counts:Sequence[int], # images of each item
+    capacity:int, # tokens that a bin holds
     max_images:int|None=None, # images that a bin holds; None: any number
-    tile_counts:Sequence[int]|None=None, max_tiles:int|None=None)->list[list[int]]: # of each; of a bin
-    "Returns which items are in each bin: all of them in few bins of equal size, within all limits."
-    items, limits, least = _items(
+    tile_counts:Sequence[int]|None=None, # tiles of each item
+    max_tiles:int|None=None, # tiles that a bin holds; None: any number
+)->list[list[int]]: # indices of the items of each bin
+    "Packs all items into few bins of equal size, within all limits."
+    items, limits, fewest = _items(
         lengths, image_counts, capacity, max_images, tile_counts, max_tiles
     )
     groups = _plan(items, limits)
-    if len(groups) > least:
+    if len(groups) > fewest:
         groups = _plan(items[::-1], limits, len(groups)-1) or groups
     return sorted(groups)
 
@@ -191,7 +207,8 @@ def _check(samples, image_token_id, per_tile):
         label = int(s['labels'][-1])
         if label != IGNORE:
             raise UsageError(f'{name}: last label is {label}, not {IGNORE}: shift '
-            'labels within the sample, or its last position would be trained on the document packed after it')
+                'labels within the sample, or its last position would be trained on '
+                'the document packed after it')
         if image_token_id is None: continue
         slots = int((s['input_ids'] == image_token_id).sum())
         tiles = sum(picture.shape[:-3].numel() for picture in s['images'])
@@ -199,10 +216,14 @@ def _check(samples, image_token_id, per_tile):
             raise UsageError(slot_error(name, slots, tiles, per_tile))
 
 # %% ../../nbs/21_data.packing.ipynb #17a278c1
-def pack(samples:list[dict], # `id`, `input_ids` and `labels` (1-D), `images` (stacks or grids of tiles)
-    length:int, pad_id:int, # positions of the pack; token that fills the rest
-    image_token_id:int|None=None, per_tile:int=0)->dict: # None: slots are not checked; slots of a tile
-    "Lay samples one after the other into a sequence of fixed length; a row of a `Batch`, without `layout`."
+def pack(
+    samples:list[dict], # `id`, `input_ids` and `labels` (1-D), `images` (stacks or grids of tiles)
+    length:int, # positions of the pack
+    pad_id:int, # token that fills the rest
+    image_token_id:int|None=None, # None: slots are not checked
+    per_tile:int=0, # slots of a tile
+)->dict: # a row of a `Batch`, without `layout`
+    "Lay samples one after the other into a sequence of fixed length."
     doc_lens = [s['input_ids'].numel() for s in samples]
     n = sum(doc_lens)
     if n > length:
@@ -239,16 +260,20 @@ class Batch(TypedDict):
     layout:Layout # all that the device needs besides ids and pictures
 
 # %% ../../nbs/21_data.packing.ipynb #e14b0008
-def collate_packs(packs:list[dict], # of one length, from `pack`; one alone may have its `layout`
-    image_token_id:int|None=None, pin:bool=False, # for `layout.slots`; memory that a GPU reads
-    window:int=0)->Batch: # tiles along a window, of a model whose pictures are grids of tiles
+def collate_packs(
+    packs:list[dict], # of one length, from `pack`; a single one may bring its `layout`
+    image_token_id:int|None=None, # for `layout.slots`
+    pin:bool=False, # use page-locked memory, which a GPU reads
+    window:int=0, # tiles along a window, of a model whose pictures are grids of tiles
+)->Batch:
     "Join packs into a batch, in their order."
     batch:Any = {}
     for key, first in packs[0].items():
         values = [p[key] for p in packs]
         batch[key] = torch.stack(values) if isinstance(first, Tensor) else values
-    layout = batch['layout'][0] if 'layout' in batch else None
-    if layout is None:
+    if 'layout' in batch:
+        layout, = batch['layout']
+    else:
         grids = grids_of(batch['images']) if window else ()
         layout = Layout.of(
             batch['input_ids'],
@@ -271,14 +296,14 @@ class Document:
     id:str
     row:int # its pack
     span:slice # its positions in the pack
-    places:range # of its pictures in the pack's list
+    places:range # indices of its pictures in the pack's list
     input_ids:Tensor # (n,) its tokens
     labels:Tensor # (n,) the token that follows each, or `IGNORE`
     images:list[Tensor] # each (tiles, 3, side, side), or a grid of tiles
     n_targets:int # positions with a label
 
 # %% ../../nbs/21_data.packing.ipynb #e14b0010
-def _stretches(sizes):
+def _spans(sizes): # (start, end) of parts that follow each other
     return pairwise(accumulate(sizes, initial=0))
 
 def unpack(batch:Batch)->Iterator[Document]: # row by row; `layout` is not needed
@@ -292,7 +317,7 @@ def unpack(batch:Batch)->Iterator[Document]: # row by row; `layout` is not neede
     )
     for row, (images, ids, targets, lens, counts) in enumerate(rows):
         for id, n, (start, end), (first, last) in zip(
-            ids, targets, _stretches(lens), _stretches(counts)
+            ids, targets, _spans(lens), _spans(counts)
         ):
             span = slice(start, end)
             places = range(first, last)

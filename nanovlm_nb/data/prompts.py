@@ -24,9 +24,12 @@ from ..core.fields import IGNORE
 from ..core.usage import UsageError,require
 
 # %% ../../nbs/15_data.prompts.ipynb #a394fd96
-def image_strings(tokenizer:PreTrainedTokenizerBase, # with the extra tokens as attributes
-    splitted_image_counts:list[tuple[int,int]], mp_image_token_length:int, # tile grids; slots of a tile
-    convention:str='nanovlm')->list[str]: # `image_convention` of the model
+def image_strings(
+    tokenizer:PreTrainedTokenizerBase, # with the extra tokens as attributes
+    splitted_image_counts:list[tuple[int,int]], # (rows, columns) of tiles of each picture
+    mp_image_token_length:int, # slots of a tile
+    convention:str='nanovlm', # `image_convention` of the model
+)->list[str]:
     "The placeholders of each picture of a sample; an error names a missing token."
     numbered = len(splitted_image_counts) > 1 and convention == 'nanovlm'
     texts = []
@@ -46,7 +49,7 @@ def get_image_string(*args, **kwargs)->str: # see `image_strings`
 
 # %% ../../nbs/15_data.prompts.ipynb #962f8d05
 def _picture(tokenizer, rows, cols, slots, convention):
-    "Placeholders of one picture; one without an announcement is MiniMind-V's."
+    "Placeholders of one picture; MiniMind-V has no token in front of the whole picture."
     if convention == 'qwen':
         return tokenizer.vision_start_token + slots*rows*cols + tokenizer.vision_end_token
     smolvlm = convention == 'smolvlm'
@@ -54,7 +57,7 @@ def _picture(tokenizer, rows, cols, slots, convention):
     several = rows*cols > 1
     bare = not several and not hasattr(tokenizer, 'global_image_token')
     whole = ('' if bare else tokenizer.global_image_token) + slots
-    lines = []
+    lines = [] # of tiles
     for r in range(rows if several else 0):
         names = [f'r{r+1}c{c+1}' for c in range(cols)]
         lines.append(''.join(fake + getattr(tokenizer, name) + slots for name in names))
@@ -63,26 +66,31 @@ def _picture(tokenizer, rows, cols, slots, convention):
     return above + fake + whole + fake
 
 # %% ../../nbs/15_data.prompts.ipynb #2d8f5934
-def special_pattern(tokenizer:PreTrainedTokenizerBase)->re.Pattern: # finds any of them, the longest first
-    "A pattern for all special tokens of a tokenizer."
+def special_pattern(tokenizer:PreTrainedTokenizerBase)->re.Pattern:
+    "A pattern that finds any special token of a tokenizer, the longest that fits."
     special = {t.content for t in tokenizer.added_tokens_decoder.values() if t.special}
-    return re.compile('|'.join(map(re.escape, sorted(special, key=lambda t: (-len(t), t)))) or r'(?!)')
+    longest_first = sorted(special, key=lambda t: (-len(t), t))
+    # `(?!)` finds nothing
+    return re.compile('|'.join(map(re.escape, longest_first)) or r'(?!)')
 
 # %% ../../nbs/15_data.prompts.ipynb #2bfc97bf
-def neutralise(text:str|None, tokenizer:PreTrainedTokenizerBase|re.Pattern)->str: # or `special_pattern`
+def neutralise(
+    text:str|None,
+    tokenizer:PreTrainedTokenizerBase|re.Pattern, # or its `special_pattern`
+)->str:
     "Break every special token that a text spells out; it looks the same."
     pattern = tokenizer if isinstance(tokenizer, re.Pattern) else special_pattern(tokenizer)
-    spare = map(chr, range(0xe000, 0xf8ff))
-    def unused(wanted):
-        return next(c for c in chain(wanted, spare) if c not in pattern.pattern)
-    within = unused('\u200b\u2060\ufeff') # no special token has them: what is broken stays so
+    private = map(chr, range(0xe000, 0xf8ff)) # characters that have no meaning
+    def unused(preferred): # by any special token: what is broken stays so
+        return next(c for c in chain(preferred, private) if c not in pattern.pattern)
+    invisible = unused('\u200b\u2060\ufeff')
     instead = unused('\ufffd?_')
     def broken(match):
         token = match[0]
-        return token[0]+within+token[1:] if len(token) > 1 else instead
+        return token[0]+invisible+token[1:] if len(token) > 1 else instead
     text = text or ''
-    n = 1
-    while n: text, n = pattern.subn(broken, text)
+    n_found = 1
+    while n_found: text, n_found = pattern.subn(broken, text) # one may appear where another was
     return text
 
 # %% ../../nbs/15_data.prompts.ipynb #a1b0c001
@@ -105,33 +113,36 @@ _MARKS = re.compile(r'(?:<Img>|<Image>|<\|vision_start\|>)?'
     r'(?:</Img>|</Image>|<\|vision_end\|>)?') # a number, or a mark without
 _NUMBER = re.compile(r'<image: (\d{1,3})>') # what becomes of a mark
 
-def _kind(mark): # '': it has a number
+def _kind(mark): # '' of one with a number
     "How a mark is written, apart from what is in it."
     return (mark[2] or '').partition('>')[0]
 
-def number_marks(turns:list[dict], n:int)->tuple[list[dict],int]: # pictures; marks that have none
+def number_marks(
+    turns:list[dict],
+    n:int, # pictures
+)->tuple[list[dict],int]: # turns, number of marks that have no picture
     "Turns in which `<image: k>` stands for the mark of picture k."
     users = [turn['user'] or '' for turn in turns]
-    found = [[*_MARKS.finditer(user)] for user in users]
-    numbers = [int(mark[1]) for mark in chain(*found) if mark[1]]
-    first = min([1, *numbers])
-    ahead = count()
-    plain = ''
+    marks_of = [[*_MARKS.finditer(user)] for user in users]
+    numbers = [int(mark[1]) for mark in chain(*marks_of) if mark[1]]
+    first = min([1, *numbers]) # number of the first picture, 0 or 1
+    following = count() # numbers for marks without one
+    main_kind = '' # of the marks of a turn; those of other kinds are words in it
     spare = 0
     def number(mark):
         nonlocal spare
         if mark[1]:
             k = int(mark[1])-first
-        elif _kind(mark) == plain:
-            k = next(ahead)
+        elif _kind(mark) == main_kind:
+            k = next(following)
         else:
-            return mark[0] # a turn that has marks of one kind speaks of the others
+            return mark[0]
         spare += k >= n
         return f'<image: {k}>' if k < n else ''
     numbered = []
-    for turn,user,marks in zip(turns, users, found):
+    for turn,user,marks in zip(turns, users, marks_of):
         kinds = [_kind(mark) for mark in marks]
-        plain = next(
+        main_kind = next(
             (kind for kind in ('<image', *kinds) if kind and kind in kinds), ''
         )
         numbered.append(turn|dict(user=_MARKS.sub(number, user)))
@@ -141,7 +152,10 @@ def number_marks(turns:list[dict], n:int)->tuple[list[dict],int]: # pictures; ma
 _ABOVE = re.compile(r'((?:\s*<image: \d+>)*)(\s*)') # marks, and what is between them and the text
 _BELOW = re.compile(r'(?<!\s)(\s*)((?:<image: \d+>\s*)+)\Z|\Z')
 
-def place_pictures(turns:list[dict], n:int)->list[dict]: # pictures
+def place_pictures(
+    turns:list[dict],
+    n:int, # pictures
+)->list[dict]:
     "The turns with numbers for the marks that are part of a sentence; unchanged where no place is marked."
     numbered, _ = number_marks(turns, n)
     if not n or not turns or numbered == turns: return turns
@@ -154,16 +168,20 @@ def place_pictures(turns:list[dict], n:int)->list[dict]: # pictures
     rest = text[above.end():]
     below:Any = _BELOW.search(rest)
     marks = below[2] or ''
-    said = rest[:below.start()]
-    front = above[1] and (len(order) == above[1].count('<') or '\n' in above[2])
-    back = marks and (len(order) == marks.count('<') or '\n' in below[1])
-    if not front: said = above[0]+said
-    if not back: said += below[0]
-    return [numbered[0]|dict(user=said), *numbered[1:]]
+    question = rest[:below.start()]
+    # marks before or after the text say nothing of a place: if they are all, or in lines of their own
+    drop_above = above[1] and (len(order) == above[1].count('<') or '\n' in above[2])
+    drop_below = marks and (len(order) == marks.count('<') or '\n' in below[1])
+    if not drop_above: question = above[0]+question
+    if not drop_below: question += below[0]
+    return [numbered[0]|dict(user=question), *numbered[1:]]
 
 # %% ../../nbs/15_data.prompts.ipynb #9da96e57
-def _places(turns:list[dict], pictures:list[str])->tuple[str,dict[int,str]]: # of each picture
-    "What comes before the first question, and what replaces each number in the turns."
+def _placeholders_by_mark(
+    turns:list[dict],
+    pictures:list[str], # placeholders of each
+)->tuple[str,dict[int,str]]: # what comes before the first question; number -> what replaces it
+    "Where the placeholders of pictures stand that are marked."
     found = chain(*(_NUMBER.findall(turn['user'] or '') for turn in turns))
     numbers = [int(k) for k in found]
     if numbers != sorted({*numbers}) or not numbers or numbers[-1] >= len(pictures):
@@ -173,26 +191,29 @@ def _places(turns:list[dict], pictures:list[str])->tuple[str,dict[int,str]]: # o
         k:''.join(pictures[k:end]) for k,end in zip(numbers, ends)
     }
 
-def to_messages(tokenizer:PreTrainedTokenizerBase|re.Pattern, # or its `special_pattern`
+def to_messages(
+    tokenizer:PreTrainedTokenizerBase|re.Pattern, # or its `special_pattern`
     texts:list[dict], # turns {'user', 'assistant'}; the last may lack 'assistant'
     pictures:list[str]|str='', # placeholders of each; or one text that comes first, whatever is marked
-    inline:bool=False)->list[dict]: # pictures stand at their marks
-    "Turns as messages {'role', 'content'} for a chat template, without special tokens of their own."
+    inline:bool=False, # pictures stand at their marks; False: in front
+)->list[dict]: # messages {'role', 'content'}
+    "Turns as messages for a chat template, without special tokens of their own."
     if not texts:
         raise UsageError('a conversation needs at least one turn')
     head = ''.join(pictures)
-    places = {}
+    by_mark = {}
     messages = []
     if isinstance(pictures, list):
         texts = place_pictures(texts, len(pictures))
-        if inline: head, places = _places(texts, pictures)
+        if inline: head, by_mark = _placeholders_by_mark(texts, pictures)
     for k,turn in enumerate(texts):
-        parts = _NUMBER.split(turn['user']) if places else [turn['user']] # texts, and numbers between them
-        asked = [
-            places[int(part)] if i%2 else neutralise(part, tokenizer)
+        # texts, and at odd places the numbers between them
+        parts = _NUMBER.split(turn['user']) if by_mark else [turn['user']]
+        texts_and_pictures = [
+            by_mark[int(part)] if i%2 else neutralise(part, tokenizer)
             for i,part in enumerate(parts)
         ]
-        messages.append(dict(role='user', content=head+''.join(asked)))
+        messages.append(dict(role='user', content=head+''.join(texts_and_pictures)))
         head = '' # it comes before the first question
         if 'assistant' in turn:
             messages.append(
@@ -203,7 +224,7 @@ def to_messages(tokenizer:PreTrainedTokenizerBase|re.Pattern, # or its `special_
     return messages
 
 # %% ../../nbs/15_data.prompts.ipynb #2abb23ce
-_FAILS = (
+_TEMPLATE_ERRORS = (
     TemplateError,
     TypeError,
     ValueError,
@@ -213,17 +234,17 @@ _FAILS = (
     RuntimeError,
     MemoryError
 )
-_MOST_STEPS = 100_000 # of all loops and macros of a chat template, for one conversation
-_BUDGET = f'{{% set steps = namespace(left={_MOST_STEPS}) %}}\n'
+_MAX_STEPS = 100_000 # of all loops and macros of a chat template, for one conversation
+_SET_STEPS = f'{{% set steps = namespace(left={_MAX_STEPS}) %}}\n'
 _STEP = (
     "{% set steps.left = steps.left-1 %}{% if steps.left < 0 %}"
     "{{ raise_exception('it does not end') }}{% endif SIGN%}"
 )
 
 @lru_cache
-def _bounded(template:str)->tuple[str,set[str]]:
-    "A chat template that counts the steps of its loops, and writes the same text; the names in it."
-    texts = [_BUDGET]
+def _bounded(template:str)->tuple[str,set[str]]: # template, names in it
+    "The same chat template, but with an error if its loops make too many steps."
+    texts = [_SET_STEPS]
     names = set()
     tag = ''
     for _,kind,text in Environment(keep_trailing_newline=True).lex(template):
@@ -238,9 +259,12 @@ def _bounded(template:str)->tuple[str,set[str]]:
             texts.append(_STEP.replace('SIGN', '+' if text.startswith('+') else ''))
     return ''.join(texts), names
 
-def render_chat(tokenizer:PreTrainedTokenizerBase, messages:list[dict],
-    prompt:bool=False)->str:
-    "Messages as one text; `prompt` ends it where the answer would begin."
+def render_chat(
+    tokenizer:PreTrainedTokenizerBase,
+    messages:list[dict],
+    prompt:bool=False, # end where the answer would begin
+)->str:
+    "Messages as one text."
     if tokenizer.chat_template is None:
         raise UsageError('no chat template: pass lm_chat_template to get_tokenizer')
     try:
@@ -255,7 +279,7 @@ def render_chat(tokenizer:PreTrainedTokenizerBase, messages:list[dict],
             **tokens
         )
         return texts[0]
-    except _FAILS as e:
+    except _TEMPLATE_ERRORS as e:
         raise UsageError(f'the chat template fails: {type(e).__name__}: {e}') from e
 
 # %% ../../nbs/15_data.prompts.ipynb #bbf6d039
@@ -263,14 +287,15 @@ def render_chat(tokenizer:PreTrainedTokenizerBase, messages:list[dict],
 # begins; what ends an answer; spaces in front of an answer, which generation has to write itself
 AnswerFrame:TypeAlias = tuple[str,str,str]
 
-def _split_lead(between:str)->tuple[str,str]:
-    "The text between a question and its answer, without the spaces that generation writes; these."
-    stem = between.rstrip(' ')
-    return stem,between[len(stem):]
+def _split_spaces(between:str)->tuple[str,str]: # text, spaces
+    "Splits off the spaces in front of an answer from the text between a question and it."
+    text = between.rstrip(' ')
+    return text,between[len(text):]
 
 # %% ../../nbs/15_data.prompts.ipynb #e11c0012
 def answer_frame(tokenizer:PreTrainedTokenizerBase)->AnswerFrame: # with a chat template
     "What a chat template puts around the last answer of a conversation."
+    # two texts that no template has
     q = 'xzyvd'
     a = 'dvyzx'
     chat = [dict(role='user', content=q), dict(role='assistant', content=a)]
@@ -285,11 +310,13 @@ def answer_frame(tokenizer:PreTrainedTokenizerBase)->AnswerFrame: # with a chat 
     require(text.startswith(prompt) and separator and not lead.strip(),
         'the chat template writes another text before an answer in training than for generation: '
         'give another in lm_chat_template')
-    stem, spaces = _split_lead(prompt[prompt.index(q)+len(q):])
-    return stem,end,spaces+lead
+    between, spaces = _split_spaces(prompt[prompt.index(q)+len(q):])
+    return between,end,spaces+lead
 
-def answer_frames(tokenizer:PreTrainedTokenizerBase)->list[AnswerFrame]: # of the last answer; of earlier ones
-    "What a chat template puts around answers; one, if there is no difference."
+def answer_frames(
+    tokenizer:PreTrainedTokenizerBase, # with a chat template
+)->list[AnswerFrame]: # of the last answer, and of earlier ones if that is another
+    "What a chat template puts around answers."
     last = answer_frame(tokenizer)
     words = ('xzyvd', 'dvyzx', 'yvxdz')
     chat = [
@@ -298,47 +325,56 @@ def answer_frames(tokenizer:PreTrainedTokenizerBase)->list[AnswerFrame]: # of th
     try:
         _, between, after, *_ = re.split('|'.join(words), render_chat(tokenizer, chat))
     except ValueError:
-        return [last] # for a single question
-    shared = len(commonprefix([after, last[1]]))
-    stem, spaces = _split_lead(between)
-    earlier = (stem, re.sub(r'<[^<>]*\Z', '', after[:shared]), spaces)
+        return [last] # the template takes one question only
+    end = commonprefix([after, last[1]])
+    text, spaces = _split_spaces(between)
+    earlier = (text, re.sub(r'<[^<>]*\Z', '', end), spaces) # without a token that is cut off
     return [last] if earlier == last else [last, earlier]
 
 # %% ../../nbs/15_data.prompts.ipynb #a298d5af
-def _answer_spans(text:str, messages:list[dict], # rendered; as they were
-    frames:list[AnswerFrame])->list[tuple[int,int]]: # in characters
-    "(start, end) of each answer in a rendered conversation, from the spaces before it to its end-of-turn."
+def _answer_spans(
+    text:str, # the rendered conversation
+    messages:list[dict], # of it
+    frames:list[AnswerFrame]
+)->list[tuple[int,int]]: # (start, end) in characters
+    "Where each answer is, from the spaces before it to its end-of-turn."
     spans = []
     cursor = 0
     for question,answer in zip(messages, messages[1:]):
         if answer['role'] != 'assistant': continue
         # some templates trim
-        asked, said = (
+        question_forms, answer_forms = (
             dict.fromkeys((m['content'], m['content'].strip()))
             for m in (question, answer)
         )
-        found = [] # -start of the answer, its end: the first is the largest, the longest of them
-        for (between,end,lead),q,a in product(frames, asked, said):
+        candidates = [] # start of the question, of the answer, end
+        for (between,end,lead),q,a in product(frames, question_forms, answer_forms):
             head = q+between
             body = lead+a+end
             start = text.find(head+body, cursor)
             if start >= 0:
-                found.append((-start, len(head), start+len(head)+len(body)))
-        if not found:
+                middle = start+len(head)
+                candidates.append((start, middle, middle+len(body)))
+        if not candidates:
             raise UsageError(
                 f'the chat template changed the turn {answer["content"][:40]!r}: '
                 'its answer cannot be found'
             )
-        start, head, cursor = max(found, key=lambda f: (f[0], f[2]))
-        spans.append((head-start, cursor))
+        # the first question, and of those the longest
+        _, begin, cursor = min(candidates, key=lambda c: (c[0], -c[2]))
+        spans.append((begin, cursor))
     return spans
 
 # %% ../../nbs/15_data.prompts.ipynb #b49f3663
-def encode_chat(tokenizer:PreTrainedTokenizerBase, texts:list[dict], # fast, with a chat template; turns
-    pictures:list[str]|str='', inline:bool=False, # see `to_messages`
-    frames:list[AnswerFrame]|None=None, special:re.Pattern|None=None # of the tokenizer
-)->tuple[Tensor,Tensor]:
-    "Ids and labels (T,) of a conversation, labels shifted by one and -100 where nothing is learned."
+def encode_chat(
+    tokenizer:PreTrainedTokenizerBase, # fast, with a chat template
+    texts:list[dict], # turns
+    pictures:list[str]|str='', # see `to_messages`
+    inline:bool=False, # see `to_messages`
+    frames:list[AnswerFrame]|None=None, # of the tokenizer; None: made here
+    special:re.Pattern|None=None, # `special_pattern` of the tokenizer; None: made here
+)->tuple[Tensor,Tensor]: # ids (T,), labels (T,)
+    "Ids and labels of a conversation, labels shifted by one and -100 where nothing is learned."
     messages = to_messages(special or tokenizer, texts, pictures, inline)
     text = render_chat(tokenizer, messages)
     encoded = tokenizer(
@@ -354,10 +390,14 @@ def encode_chat(tokenizer:PreTrainedTokenizerBase, texts:list[dict], # fast, wit
     return torch.from_numpy(ids), torch.from_numpy(labels)
 
 # %% ../../nbs/15_data.prompts.ipynb #314ae670
-def encode_prompt(tokenizer:PreTrainedTokenizerBase, # with a chat template
+def encode_prompt(
+    tokenizer:PreTrainedTokenizerBase, # with a chat template
     texts:list[dict]|str, # a question, or turns of which the last has no 'assistant'
-    pictures:list[str]|str='', start:str='', inline:bool=False)->Tensor: # see `to_messages`; of the answer
-    "Ids (T,) of a question, ready for generation."
+    pictures:list[str]|str='', # see `to_messages`
+    start:str='', # how the answer begins
+    inline:bool=False, # see `to_messages`
+)->Tensor: # ids (T,)
+    "Ids of a question, ready for generation."
     if isinstance(texts, str): texts = [dict(user=texts)]
     require(
         not texts or 'assistant' not in texts[-1],

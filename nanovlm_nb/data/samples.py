@@ -20,29 +20,33 @@ from .prompts import answer_frames,encode_chat,image_strings,number_marks
 from .prompts import place_pictures,special_pattern
 from .values import Folders
 from .drops import Dropped,Drops
-from .rows import _keep_turns,LEFT_OUT,RATINGS,read_layout
+from .rows import keep_turns,LEFT_OUT,RATINGS,read_layout
 
 # %% ../../nbs/19_data.samples.ipynb #f0156043
-def to_row(row:pa.Table|dict, place:int|str, # its number
-    name:str|None=None, marks:bool=False, # its configuration; leave marks as they are
-    folders:Folders=None)->Any: # of pictures that it names, see `find_picture`
-    "A row of any layout with `id`, `images` (encoded) and `texts`; a `Dropped` if it cannot be read."
-    id = f"{name or 'sample'}/{place}"
+def to_row(
+    row:pa.Table|dict, # of any layout
+    number:int|str, # of the row, for its id
+    name:str|None=None, # of its configuration
+    marks:bool=False, # leave the marks of pictures as they are
+    folders:Folders=None, # of pictures that it names, see `find_picture`
+)->Any: # dictionary, or `Dropped`
+    "A row with `id`, `images` (encoded) and `texts`; a `Dropped` if it cannot be read."
+    id = f"{name or 'sample'}/{number}"
     try:
         if isinstance(row, pa.Table):
             row = row.to_pylist()[0] # its pictures stay encoded
-        own = row.get('row_id')
+        row_id = row.get('row_id')
         source = row.get('source')
         names = [str(name or source or 'sample')]
-        if own is not None and source: names.append(str(source))
-        id = '/'.join((*dict.fromkeys(names), str(place if own is None else own)))
+        if row_id is not None and source: names.append(str(source))
+        id = '/'.join((*dict.fromkeys(names), str(number if row_id is None else row_id)))
         if row.get(LEFT_OUT): raise row[LEFT_OUT]
         images,texts = read_layout(row, folders)
     except MissingFile as e:
         return Dropped(id, 'missing_image', str(e))
     except ValueError as e:
         return Dropped(id, 'bad_row', str(e)) # a text that is not UTF-8, too
-    spare = number_marks(texts, len(images))[1]
+    _,spare = number_marks(texts, len(images)) # marks that have no picture
     if not marks: texts = place_pictures(texts, len(images))
     if spare: row = row|dict(spare_marks=spare)
     return row|dict(id=id, images=images, texts=texts)
@@ -55,22 +59,28 @@ class Plan:
     ids:np.ndarray # (t,) int32, one placeholder per tile
     labels:np.ndarray # (t,) int32
     tokens:int # length of the sample, all placeholders counted
-    images:int # pictures
-    tiles:int # that the vision tower will see, global views included
+    images:int # number of pictures
+    tiles:int # number of tiles that the vision tower will see, global views included
     cut:dict[str,int] = field(default_factory=dict) # see `Drops`
     columns:dict[str,Any] = field(default_factory=dict) # of its row, for a loss of your own
 
 # %% ../../nbs/19_data.samples.ipynb #bb469c67
 class VQADataset(torch.utils.data.Dataset):
     "Samples of ids, labels and tiles from rows in FineVision's schema."
-    def __init__(self, dataset, # rows: `images`, `texts`, perhaps ratings, `source`, `row_id`
-        tokenizer:PreTrainedTokenizerBase, image_processor:ImageProcessor, # how texts and pictures are cut
+    def __init__(
+        self,
+        dataset, # rows: `images`, `texts`, perhaps ratings, `source`, `row_id`
+        tokenizer:PreTrainedTokenizerBase,
+        image_processor:ImageProcessor, # cuts pictures into tiles
         mp_image_token_length:int, # placeholders per tile
-        relevance_min_rating:int=1, image_correspondence_min_rating:int=1, # lowest that passes
-        visual_dependency_min_rating:int=1, formatting_min_rating:int=1, # likewise
-        max_sample_length:int|None=None, # tokens; with so many, or more, a sample is dropped
-        max_images_per_example:int|None=None, # samples with more pictures are dropped
-        keep_columns:Sequence[str]=()): # of rows, numbers that travel with their sample
+        relevance_min_rating:int=1, # lowest rating that passes
+        image_correspondence_min_rating:int=1, # lowest rating that passes
+        visual_dependency_min_rating:int=1, # lowest rating that passes
+        formatting_min_rating:int=1, # lowest rating that passes
+        max_sample_length:int|None=None, # tokens; a sample with so many, or more, is dropped
+        max_images_per_example:int|None=None, # a sample with more pictures is dropped
+        keep_columns:Sequence[str]=(), # of rows, numbers that travel with their sample
+    ):
         self.rows = dataset.with_format('arrow') if isinstance(dataset, datasets.Dataset) else dataset
         self.tokenizer = tokenizer
         self.image_processor = image_processor
@@ -103,20 +113,20 @@ class VQADataset(torch.utils.data.Dataset):
     def plan_row(self, row:dict)->Plan: # from `to_row`
         "Plan a sample from text and headers; raises `Dropped` if it is left out."
         id = row['id']
-        said = row['texts'] or []
-        most = self.max_images_per_example
-        n = len(row['images'])
+        n_turns = len(row['texts'] or [])
+        n_images = len(row['images'])
+        max_images = self.max_images_per_example
         convention = self.image_processor.convention
-        answered = _keep_turns(row, {})
-        turns = _keep_turns(row, self.minimums)
+        answered = keep_turns(row, {})
+        turns = keep_turns(row, self.minimums)
         if not answered:
-            raise Dropped(id, 'no_turns', f'none of {len(said)} turns has an answer')
+            raise Dropped(id, 'no_turns', f'none of {n_turns} turns has an answer')
         if not turns:
+            raise Dropped(id, 'ratings', f'none of {n_turns} turns passes {self.minimums}')
+        if max_images is not None and n_images > max_images:
             raise Dropped(
-                id, 'ratings', f'none of {len(said)} turns passes {self.minimums}'
+                id, 'too_many_images', f'{n_images} images, at most {max_images}'
             )
-        if most is not None and n > most:
-            raise Dropped(id, 'too_many_images', f'{n} images, at most {most}')
         pictures = image_strings(self.tokenizer, [*self.grids(row)], 1, convention)
         inline = convention != 'nanovlm'
         try:
@@ -131,7 +141,7 @@ class VQADataset(torch.utils.data.Dataset):
             raise Dropped(id, 'too_long', f'{tokens} tokens')
         cut = dict(
             ratings=len(answered)-len(turns),
-            no_answer=len(said)-len(answered),
+            no_answer=n_turns-len(answered),
             marks=row.get('spare_marks', 0)
         )
         cut = {reason:number for reason,number in cut.items() if number}
@@ -141,24 +151,28 @@ class VQADataset(torch.utils.data.Dataset):
             ids.numpy().astype(np.int32),
             labels.numpy().astype(np.int32),
             tokens,
-            n,
+            n_images,
             tiles,
             cut,
             columns
         )
 
-    def finish(self, plan:Plan, pictures:list, # from `plan_row`; the `images` of its row
-        rng:random.Random|None=None)->dict: # chance for augmentations; None: always the same
-        "Decode a planned sample: `id`, `input_ids`, `labels`, `images` (uint8); or raise `Dropped`."
+    def finish(
+        self,
+        plan:Plan, # from `plan_row`
+        pictures:list, # the `images` of its row
+        rng:random.Random|None=None, # for augmentations; None: always the same
+    )->dict: # `id`, `input_ids`, `labels`, `images` (uint8), `columns`
+        "Decode a planned sample; raises `Dropped` if a picture cannot be read."
         try:
             tiles = [self.image_processor(im, rng)[0] for im in pictures]
         except UnreadableImage as e:
             raise Dropped(plan.id, 'unreadable_image', str(e)) from e
-        times = np.where(
+        repeats = np.where( # of each token, so that a tile has all its placeholders
             plan.ids == self.tokenizer.image_token_id, self.mp_image_token_length, 1
         )
-        ids = torch.from_numpy(plan.ids.astype(np.int64).repeat(times))
-        labels = torch.from_numpy(plan.labels.astype(np.int64).repeat(times))
+        ids = torch.from_numpy(plan.ids.astype(np.int64).repeat(repeats))
+        labels = torch.from_numpy(plan.labels.astype(np.int64).repeat(repeats))
         return dict(id=plan.id, input_ids=ids, labels=labels, images=tiles, columns=plan.columns)
 
     def load_row(self, row:dict)->dict: # from `to_row`; see `finish`

@@ -22,8 +22,16 @@ from ..core.tokenizer import train_tokenizer
 from .rows import FEATURES,RATINGS
 
 # %% ../../nbs/20_data.shapes.ipynb #e6a05950
-COLOURS = dict(red=(215,40,40), orange=(245,140,30), yellow=(238,214,40), green=(45,155,70), # RGB, 0-255
-    blue=(45,95,220), purple=(135,60,175), pink=(245,150,195), white=(240,240,240))
+COLOURS = dict(
+    red=(215,40,40),
+    orange=(245,140,30),
+    yellow=(238,214,40),
+    green=(45,155,70),
+    blue=(45,95,220),
+    purple=(135,60,175),
+    pink=(245,150,195),
+    white=(240,240,240)
+) # RGB, 0-255
 SHAPES = ('circle', 'ring', 'square', 'bar', 'triangle', 'cross')
 _SIZES = dict(small=(8.5,10.), large=(14.,16.)) # range of the radius, pixels
 PLACES = (
@@ -37,7 +45,7 @@ PLACES = (
     'bottom',
     'bottom right'
 )
-_NUMBERS = ('none', 'one', 'two', 'three')
+_NUMBERS = ('none', 'one', 'two', 'three') # words for 0 to 3
 
 class _Thing(NamedTuple):
     "One thing in a picture: keys of COLOURS, SHAPES, _SIZES and PLACES."
@@ -60,8 +68,11 @@ class _Scene(NamedTuple):
     def __str__(self): return '; '.join(map(str, self.things))
 
 # %% ../../nbs/20_data.shapes.ipynb #b4122a8a
-def make_scene(sort:str, rng:random.Random)->_Scene: # a key of SORTS
-    "Think of a scene; all values are equally likely."
+def make_scene(
+    sort:str, # a key of SORTS
+    rng:random.Random
+)->_Scene:
+    "A random scene; all values are equally likely."
     colour, colour2 = rng.sample(list(COLOURS), 2)
     shape, shape2 = rng.sample(SHAPES, 2)
     if sort == 'group':
@@ -83,12 +94,12 @@ def make_scene(sort:str, rng:random.Random)->_Scene: # a key of SORTS
     )
 
 # %% ../../nbs/20_data.shapes.ipynb #0549d776
-def held_out(scene:_Scene)->bool: # drawn or described; True: validation
-    "Which side of the split a scene is on."
+def held_out(scene:_Scene)->bool:
+    "Whether a scene is for validation, whether it is drawn or described."
     return int(hashlib.sha1(str(scene).encode()).hexdigest(), 16)%8 == 0
 
 # %% ../../nbs/20_data.shapes.ipynb #83d143a0
-def _ring(n, radius=1., down=0.):
+def _ring(n, radius=1., down=0.): # corners; their distance from the middle; how far it is moved down
     return [
         (radius*math.sin(2*math.pi*i/n), down-radius*math.cos(2*math.pi*i/n))
         for i in range(n)
@@ -96,7 +107,7 @@ def _ring(n, radius=1., down=0.):
 
 def _box(x, y): return [(-x,-y), (x,-y), (x,y), (-x,y)]
 
-_ARM = .36 # half the width of an arm
+_ARM = .36 # half the width of an arm of the cross
 _CROSS = [
     (-_ARM,-1),
     (_ARM,-1),
@@ -118,17 +129,22 @@ _OUTLINES = dict(
     bar=[_box(1, _ARM)],
     triangle=[_ring(3, 1.15, .2)],
     cross=[_CROSS]
-) # about one unit; the second is a hole
+) # corners, about one unit from the middle; the second outline is a hole
 
 # %% ../../nbs/20_data.shapes.ipynb #f30316eb
-def _tint(rgb, rng, by):
-    return tuple(max(0, min(255, c+rng.randint(-by, by))) for c in rgb)
+def _tint(rgb, rng, spread):
+    return tuple(max(0, min(255, c+rng.randint(-spread, spread))) for c in rgb)
 
 # %% ../../nbs/20_data.shapes.ipynb #b0ae972c
-def draw_scene(scene:_Scene, rng:random.Random, side:int=64)->Image.Image: # RGB; pixels
-    "Draw a scene, smoothly, on a dark ground; exact position, size and tint are random."
-    unit = 4*side/64
+def draw_scene(
+    scene:_Scene,
+    rng:random.Random, # for exact positions, sizes and tints
+    side:int=64, # pixels
+)->Image.Image: # RGB
+    "Draw a scene, smoothly, on a dark ground."
+    unit = 4*side/64 # of a picture four times as large, which is reduced at the end
     ground = _tint((16,16,16), rng, 8)
+    # of the grid of places: its first line, the distance of lines; how large things are
     first, step, scale = (12,20,.85) if scene.sort == 'group' else (16,16,1.)
     image = Image.new('RGB', (4*side, 4*side), ground)
     for thing in scene.things:
@@ -152,10 +168,14 @@ QUESTIONS = dict(
     count=('How many shapes are there?', 'Count the shapes.'),
     describe=('Describe the picture.', 'What do you see?')
 )
-_Turn = tuple[str,str,str] # what it asks for (a key of QUESTIONS, yes_no, pair or text), question, answer
+_Turn = tuple[str,str,str] # kind (a key of QUESTIONS, yes_no, pair or text), question, answer
 
 # %% ../../nbs/20_data.shapes.ipynb #5a3dbfa9
-def _plain_turn(kind:str, scene:_Scene, rng:random.Random)->_Turn: # a key of QUESTIONS
+def _plain_turn(
+    kind:str, # a key of QUESTIONS
+    scene:_Scene,
+    rng:random.Random
+)->_Turn:
     "A question about what is there, or what the text says; things differ in nothing but their place."
     thing = scene.things[0]
     question = rng.choice(QUESTIONS[kind])
@@ -167,12 +187,19 @@ def _plain_turn(kind:str, scene:_Scene, rng:random.Random)->_Turn: # a key of QU
     return (kind, question, answers[kind])
 
 # %% ../../nbs/20_data.shapes.ipynb #098cad09
-_CLAIMS:dict[str,dict] = dict( # what it is about -> question -> does the scene say yes?
-    size={f'Is it {size}?':lambda scene, size=size: scene.things[0].size == size
-        for size in _SIZES},
-    count={'Is there more than one shape?':lambda scene: len(scene.things) > 1})
+_CLAIMS:dict[str,dict] = dict(
+    size={
+        f'Is it {size}?':lambda scene, size=size: scene.things[0].size == size
+        for size in _SIZES
+    },
+    count={'Is there more than one shape?':lambda scene: len(scene.things) > 1}
+) # what it is about -> question -> whether the answer is yes for a scene
 
-def _yes_no_turn(about:str, scene:_Scene, rng:random.Random)->_Turn: # a key of _CLAIMS
+def _yes_no_turn(
+    about:str, # a key of _CLAIMS
+    scene:_Scene,
+    rng:random.Random
+)->_Turn:
     "A question about whether something is so; the answer is yes about as often as no."
     true = [q for q,holds in _CLAIMS[about].items() if holds(scene)]
     false = [q for q in _CLAIMS[about] if q not in true]
@@ -180,18 +207,25 @@ def _yes_no_turn(about:str, scene:_Scene, rng:random.Random)->_Turn: # a key of 
     return ('yes_no', rng.choice(true if yes else false), 'yes' if yes else 'no')
 
 # %% ../../nbs/20_data.shapes.ipynb #4bbc2162
-def pair_turn(side:str, scene:_Scene, rng:random.Random)->_Turn: # 'left' or 'right'; the left thing is first
+def pair_turn(
+    side:str, # 'left' or 'right'
+    scene:_Scene, # of two things, the left one first
+    rng:random.Random
+)->_Turn:
     "A question about one of two things."
     kind = rng.choice(('colour', 'shape'))
     return (
         'pair',
         f'Which {kind} is on the {side}?',
-        getattr(scene.things[side == 'right'], kind)
+        getattr(scene.things[('left', 'right').index(side)], kind)
     )
 
 # %% ../../nbs/20_data.shapes.ipynb #d568f815
-def _plan_turns(sort:str, rng:random.Random)->list[tuple]: # (function, its first argument) of each
-    "Decide what a conversation about a scene of this sort will ask, in random order."
+def _plan_turns(
+    sort:str, # a key of SORTS
+    rng:random.Random
+)->list[tuple]: # (function that makes it, its first argument) of each turn
+    "What a conversation about a scene of this sort will ask, in random order."
     if sort == 'text':
         return [(_plain_turn, k) for k in rng.sample(_Thing._fields, 2)]
     if sort == 'pair':
@@ -200,14 +234,13 @@ def _plan_turns(sort:str, rng:random.Random)->list[tuple]: # (function, its firs
         return [(_plain_turn, 'describe')]
     group = sort == 'group'
     kinds = rng.sample(('colour', 'shape', 'count'), 3) if group else rng.sample(_Thing._fields, 4)
-    often = .2 if group else .3
-    claim = None
-    if rng.random() < often:
+    claim = None # kind that is asked for as yes or no
+    if rng.random() < (.2 if group else .3):
         claim = rng.choice([k for k in kinds if k in _CLAIMS])
     return [(_yes_no_turn if k == claim else _plain_turn, k) for k in kinds]
 
 # %% ../../nbs/20_data.shapes.ipynb #6093798b
-def _conversation(split, given, rng):
+def _conversation(split, answers, rng): # counter of (question, answer), updated
     "Of four scenes of this split, and turns about each, those whose answers were the rarest so far."
     sort = rng.choices(list(SORTS), SORTS.values())[0]
     plan = _plan_turns(sort, rng)
@@ -216,9 +249,9 @@ def _conversation(split, given, rng):
         scene = make_scene(sort, rng)
         if held_out(scene) == (split == 'validation'):
             candidates.append((scene, [make(arg, scene, rng) for make,arg in plan]))
-    best = min(candidates, key=lambda c: sum(given[t[1:]] for t in c[1]))
-    given.update(t[1:] for t in best[1]) # (question, answer) -> times
-    return best
+    scene,turns = min(candidates, key=lambda c: sum(answers[t[1:]] for t in c[1]))
+    answers.update(turn[1:] for turn in turns)
+    return scene,turns
 
 # %% ../../nbs/20_data.shapes.ipynb #6ac0d7ba
 def _row(row_id, scene, turns, rng):
@@ -231,7 +264,7 @@ def _row(row_id, scene, turns, rng):
         file = io.BytesIO()
         draw_scene(scene, rng).save(file, 'PNG', compress_level=1)
         images.append(dict(bytes=file.getvalue(), path=None))
-    texts = [dict(user=asked, assistant=told) for _,asked,told in turns]
+    texts = [dict(user=question, assistant=answer) for _,question,answer in turns]
     return dict(
         images=images,
         texts=texts,
@@ -247,18 +280,21 @@ def _row(row_id, scene, turns, rng):
 def _drawn(n, split, seed):
     "The rows, drawn once: a run that is resumed asks for them again."
     rng = random.Random(f'{split} {seed}')
-    given = Counter()
+    answers = Counter()
     rows = [
-        _row(f'{split}{i}', *_conversation(split, given, rng), rng) for i in range(n)
+        _row(f'{split}{i}', *_conversation(split, answers, rng), rng) for i in range(n)
     ]
-    more = dict(
-        kinds=datasets.List(datasets.Value('string')), scene=datasets.Value('string')
-    )
-    return datasets.Dataset.from_list(rows, features=datasets.Features(FEATURES | more))
+    text = datasets.Value('string')
+    features = datasets.Features(FEATURES | dict(kinds=datasets.List(text), scene=text))
+    return datasets.Dataset.from_list(rows, features=features)
 
 # %% ../../nbs/20_data.shapes.ipynb #83d22f21
-def shapes_dataset(n:int, split:str='train', seed:int=0)->datasets.Dataset: # one scene each
-    "FineVision's columns, `kinds` (of each turn), `scene` and `row_id`; 'train' or 'validation'."
+def shapes_dataset(
+    n:int, # rows, of one scene each
+    split:str='train', # or 'validation'
+    seed:int=0
+)->datasets.Dataset:
+    "Drawn rows: FineVision's columns, `kinds` (of each turn), `scene` and `row_id`."
     require(
         split in ('train', 'validation'),
         f'split is {split!r}: choose from train, validation'
@@ -270,42 +306,48 @@ def shapes_dataset(n:int, split:str='train', seed:int=0)->datasets.Dataset: # on
 @cache
 def _conversations()->list[str]: # about a thousand scenes, always the same
     rng = random.Random(0)
-    given = Counter()
+    answers = Counter()
     texts = []
     for _ in range(1000):
-        _,turns = _conversation('train', given, rng)
-        texts += [f'user\n{asked} assistant\n{told}\n' for _,asked,told in turns]
+        _,turns = _conversation('train', answers, rng)
+        texts += [f'user\n{question} assistant\n{answer}\n' for _,question,answer in turns]
     return texts
 
 # %% ../../nbs/20_data.shapes.ipynb #ead5d522
-def shapes_tokenizer(extra_special_tokens:dict[str,str]|None=None,
-    chat_template:str|None=None,
-    vocab_size:int=448)->PreTrainedTokenizerBase: # at most, without the extra ones; see `get_tokenizer`
+def shapes_tokenizer(
+    extra_special_tokens:dict[str,str]|None=None, # see `get_tokenizer`
+    chat_template:str|None=None, # see `get_tokenizer`
+    vocab_size:int=448, # tokens at most, without the extra ones
+)->PreTrainedTokenizerBase:
     "Train the tokenizer of this data set."
     return train_tokenizer(
         _conversations(), vocab_size, extra_special_tokens, chat_template
     )
 
 # %% ../../nbs/20_data.shapes.ipynb #e0341cc6
-OFTEN = 5 # a question that is asked so many times has a guess of its own
+OFTEN = 5 # times that a question is asked, at least, to have a guess of its own
 
-def blind_guesses(turns:list[tuple[str,str,str]])->list[str]: # kind, question and answer; a guess for each
+def blind_guesses(
+    turns:list[tuple[str,str,str]], # (kind, question, answer)
+)->list[str]: # a guess for each turn
     "The best constant answer to each question: the commonest to it, or to the rare questions of its kind."
-    asked = Counter(question for _,question,_ in turns)
+    times = Counter(question for _,question,_ in turns)
     groups = [
-        ('question', q) if asked[q] >= OFTEN else ('kind', kind) for kind,q,_ in turns
+        ('question', q) if times[q] >= OFTEN else ('kind', kind) for kind,q,_ in turns
     ]
     answers:dict = defaultdict(Counter)
     for group,(_,_,answer) in zip(groups, turns):
         answers[group][answer] += 1
     return [answers[group].most_common(1)[0][0] for group in groups]
 
-def best_blind_guess(rows:Iterable[dict])->dict[str,float]: # with `kinds`; kind, or 'all' -> share guessed
+def best_blind_guess(
+    rows:Iterable[dict], # with `kinds`
+)->dict[str,float]: # kind, or 'all' -> share that is guessed, 0 to 1
     "Exact match of `blind_guesses`."
     turns = []
     for row in rows:
-        said = zip(row['kinds'], row['texts'], strict=True)
-        turns += [(kind, turn['user'], turn['assistant']) for kind,turn in said]
+        for kind,turn in zip(row['kinds'], row['texts'], strict=True):
+            turns.append((kind, turn['user'], turn['assistant']))
     right = defaultdict(list)
     for (kind,_,answer),guess in zip(turns, blind_guesses(turns)):
         for k in (kind, 'all'): right[k].append(answer == guess)

@@ -25,8 +25,12 @@ from .vision import init_weights
 # %% ../../nbs/30_model.language.ipynb #cc6d24fa
 class RMSNorm(nn.Module):
     "Divide by the root mean square, then scale."
-    def __init__(self, cfg:VLMConfig, # reads `lm_hidden_dim`, `lm_rms_eps`
-        width:int|None=None, eps:float|None=None): # of the last axis; default: `lm_hidden_dim`, `lm_rms_eps`
+    def __init__(
+        self,
+        cfg:VLMConfig, # reads `lm_hidden_dim`, `lm_rms_eps`
+        width:int|None=None, # of the last axis; None: `lm_hidden_dim`
+        eps:float|None=None, # None: `lm_rms_eps`
+    ):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width or cfg.lm_hidden_dim))
         self.eps = eps or cfg.lm_rms_eps
@@ -34,8 +38,9 @@ class RMSNorm(nn.Module):
     def forward(self, x:Tensor, # (..., D) hidden states
     )->Tensor: # (..., D), same dtype
         "x / rms(x) * weight, computed in float32."
-        f = x.float()
-        return (f*torch.rsqrt(f.square().mean(-1, keepdim=True)+self.eps)*self.weight).to(x.dtype)
+        x32 = x.float()
+        inverse_rms = torch.rsqrt(x32.square().mean(-1, keepdim=True)+self.eps)
+        return (x32*inverse_rms*self.weight).to(x.dtype)
 
 # %% ../../nbs/30_model.language.ipynb #148f9c9b
 class RotaryEmbedding(nn.Module):
@@ -57,19 +62,25 @@ class RotaryEmbedding(nn.Module):
         return self
 
     @torch.no_grad()
-    def forward(self, position_ids:Tensor, # (B, T) or (1, T) positions, or (3, B, T): time, row, column
+    def forward(
+        self,
+        position_ids:Tensor, # (B, T) or (1, T) positions, or (3, B, T): time, row, column
     )->tuple[Tensor,Tensor]: # cosines and sines, each (B, 1, T, head width), float32
         "The rotation of each position, the same for all heads and blocks."
-        if position_ids.ndim==2: places = position_ids[...,None]
+        if position_ids.ndim==2: positions = position_ids[...,None]
         else: # each pair turns by one of the three
             parts = zip(position_ids, self.sections, strict=True)
-            places = torch.cat([axis[...,None].expand(-1, -1, pairs) for axis,pairs in parts], -1)
-        angles = places[:,None].float()*self.inv_freq
+            positions = torch.cat(
+                [axis[...,None].expand(-1, -1, pairs) for axis,pairs in parts], -1
+            )
+        angles = positions[:,None].float()*self.inv_freq
         angles = torch.cat([angles, angles], -1)
         return angles.cos()*self.scaling, angles.sin()*self.scaling
 
 # %% ../../nbs/30_model.language.ipynb #b58e15ee
-def apply_rotary(x:Tensor, cos:Tensor, # (B, H, T, D) queries or keys; (B, 1, T, D) cosines
+def apply_rotary(
+    x:Tensor, # (B, H, T, D) queries or keys
+    cos:Tensor, # (B, 1, T, D) cosines
     sin:Tensor, # (B, 1, T, D) sines
 )->Tensor: # (B, H, T, D) turned by the angle of its position, same dtype
     "Turn each pair (i, i + D/2) of the last axis."
@@ -85,9 +96,10 @@ class KVCache:
         self.k = {}
         self.v = {}
         self.shift:Any = 0 # (B, 1) how far positions are ahead of the number of tokens
-        self.key_mask:Any = None  # (B, max_length) whether a column holds a token; nothing was read yet
+        self.key_mask:Any = None # (B, max_length) whether a column holds a token; None: nothing was read yet
 
-    def advance(self,
+    def advance(
+        self,
         x:Tensor, # (B, T, D) what is read now: the prompt at first, then as many tokens for each row
         layout:Layout|None=None, # where the prompts are; None: they fill their rows
     )->Tensor: # (B, T) positions of what is read now
@@ -97,8 +109,8 @@ class KVCache:
             return self._start(B, T, x.device, layout)
         self.key_mask[:,self.length:self.length+T] = True
         self.length += T
-        return self.key_mask.sum(1, keepdim=True) + self.shift + torch.arange(-T, 0,
-            device=x.device)
+        next_position = self.key_mask.sum(1, keepdim=True)+self.shift # after what is read now
+        return next_position+torch.arange(-T, 0, device=x.device)
 
     def _start(self, B, T, device, layout):
         layout = layout or Layout.from_doc_lens([[T]]*B, T)
@@ -107,11 +119,14 @@ class KVCache:
         self.length = T
         positions = layout.to(device).positions
         if positions.ndim==3: # what follows a picture begins behind its longer side
-            self.shift = positions.amax((0,2))[:,None]+1-self.key_mask.sum(1,
-                keepdim=True)
+            tokens = self.key_mask.sum(1, keepdim=True)
+            self.shift = positions.amax((0,2))[:,None]+1-tokens
         return positions
 
-    def append(self, block:int, k:Tensor, # number of the block; (B, Hkv, T, D) its new keys
+    def append(
+        self,
+        block:int, # number of the block
+        k:Tensor, # (B, Hkv, T, D) its new keys
         v:Tensor, # (B, Hkv, T, D) its new values
     )->tuple[Tensor,Tensor,Tensor]: # keys and values so far (B, Hkv, S, D), and which columns count (B, S)
         "Put new keys and values into the columns that `advance` made."
@@ -119,18 +134,22 @@ class KVCache:
             B,H,_,D = k.shape
             self.k[block] = k.new_empty(B, H, self.max_length, D)
             self.v[block] = v.new_empty(B, H, self.max_length, D)
-        now = slice(self.length-k.shape[2], self.length)
-        upto = slice(self.length)
-        self.k[block][:,:,now] = k
-        self.v[block][:,:,now] = v
-        return self.k[block][:,:,upto], self.v[block][:,:,upto], self.key_mask[:,upto]
+        new = slice(self.length-k.shape[2], self.length)
+        so_far = slice(self.length)
+        self.k[block][:,:,new] = k
+        self.v[block][:,:,new] = v
+        return self.k[block][:,:,so_far], self.v[block][:,:,so_far], self.key_mask[:,so_far]
 
-    def go_back(self, length:int, max_length:int)->None: # columns to keep; columns from now on
+    def go_back(
+        self,
+        length:int, # columns to keep
+        max_length:int, # columns from now on
+    )->None:
         "Forget the columns after the first `length`, and make room for others."
         if not 0<length<=self.length:
             raise ValueError(f"cannot go back to {length} columns: the cache has read {self.length}")
         self.key_mask = F.pad(self.key_mask[:,:length], (0, max_length-length))
-        room = (0, 0, 0, max_length-length)
+        room = (0, 0, 0, max_length-length) # added behind the columns, which are the last axis but one
         self.k = {block:F.pad(k[:,:,:length], room) for block,k in self.k.items()}
         self.v = {block:F.pad(v[:,:,:length], room) for block,v in self.v.items()}
         self.length = length
@@ -139,9 +158,11 @@ class KVCache:
 # %% ../../nbs/30_model.language.ipynb #de1e0472
 class LanguageModelGroupedQueryAttention(nn.Module):
     "Causal self-attention inside documents, with shared keys."
-    def __init__(self,
+    def __init__(
+        self,
         cfg:VLMConfig, # reads the sizes of heads, `lm_qkv_bias`, `lm_qk_norm`, `lm_dropout`, `attn_backend`
-        index:int=0): # number of the block, its place in a cache
+        index:int=0, # number of the block, its place in a cache
+    ):
         super().__init__()
         self.index = index
         self.dropout = cfg.lm_dropout
@@ -158,26 +179,34 @@ class LanguageModelGroupedQueryAttention(nn.Module):
         self.k_norm = RMSNorm(cfg, self.head_dim) if cfg.lm_qk_norm else nn.Identity()
         self.resid_dropout = nn.Dropout(cfg.lm_dropout)
 
-    def heads(self, x:Tensor, # (B, T, D) normed hidden states
-        cos:Tensor, sin:Tensor, # (B, 1, T, head width) cosines of the positions; (B, 1, T, head width) sines
+    def heads(
+        self,
+        x:Tensor, # (B, T, D) normed hidden states
+        cos:Tensor, # (B, 1, T, head width) cosines of the angles of the positions
+        sin:Tensor, # (B, 1, T, head width) their sines
     )->tuple[Tensor,Tensor,Tensor]: # queries (B, H, T, head width); keys and values (B, Hkv, T, head width)
         "Queries and keys as they are multiplied, normed and turned, and values."
         q,k,v = (
             p(x).unflatten(-1, (-1,self.head_dim)).transpose(1,2)
             for p in (self.q_proj, self.k_proj, self.v_proj)
         )
-        return apply_rotary(self.q_norm(q), cos, sin),apply_rotary(self.k_norm(k), cos, sin),v
+        q = apply_rotary(self.q_norm(q), cos, sin)
+        k = apply_rotary(self.k_norm(k), cos, sin)
+        return q,k,v
 
-    def forward(self, x:Tensor, # (B, T, D) normed hidden states
-        cos:Tensor, sin:Tensor, # (B, 1, T, head width) cosines of the positions; (B, 1, T, head width) sines
+    def forward(
+        self,
+        x:Tensor, # (B, T, D) normed hidden states
+        cos:Tensor, # (B, 1, T, head width) cosines of the angles of the positions
+        sin:Tensor, # (B, 1, T, head width) their sines
         layout:Layout|None=None, # where the documents are; None: one a row
-        cache:KVCache|None=None, # what was read before
+        cache:KVCache|None=None, # what was read before; it is extended
     )->Tensor: # (B, T, D) what each position gathered
         "Mix the positions of each document."
         q,k,v = self.heads(x, cos, sin)
-        if cache is not None: past = cache.append(self.index, k, v)
-        if cache is not None and cache.length>x.shape[1]:
-            out = cached_attention(q, *past)
+        if cache is not None: cached = cache.append(self.index, k, v)
+        if cache is not None and cache.length>x.shape[1]: # something was read before
+            out = cached_attention(q, *cached)
         else:
             out = attention(
                 q,
@@ -192,8 +221,13 @@ class LanguageModelGroupedQueryAttention(nn.Module):
 # %% ../../nbs/30_model.language.ipynb #d289f4d2
 class LanguageModelMLP(nn.Module):
     "Gated layer on each position."
-    def __init__(self, cfg:VLMConfig, # reads `lm_hidden_dim`, `lm_inter_dim`
-        width:int|None=None, inside:int|None=None, bias:bool=False): # of the vectors, default: as above
+    def __init__(
+        self,
+        cfg:VLMConfig, # reads `lm_hidden_dim`, `lm_inter_dim`
+        width:int|None=None, # of the vectors; None: `lm_hidden_dim`
+        inside:int|None=None, # width within the layer; None: `lm_inter_dim`
+        bias:bool=False
+    ):
         super().__init__()
         width = width or cfg.lm_hidden_dim
         inside = inside or cfg.lm_inter_dim
@@ -207,20 +241,21 @@ class LanguageModelMLP(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x))*self.up_proj(x))
 
 # %% ../../nbs/30_model.language.ipynb #ba8eed60
-def balance_loss(probs:Tensor, # (B, T, E) the router's probabilities, float32
+def balance_loss(
+    probs:Tensor, # (B, T, E) the router's probabilities, float32
     chosen:Tensor, # (B, T, k) experts that each token visits
     real:Tensor|None=None, # (B, T) True at tokens, False at padding; None: no padding
 )->Tensor: # (B,) of each row; 1 if its experts are equally busy, 0 if it has no token
     "How unevenly the tokens of each row use the experts; only `probs` carries a gradient."
-    n = probs.shape[-1]
+    n = probs.shape[-1] # experts
     real = torch.ones_like(probs[...,0]) if real is None else real.to(probs.dtype)
     tokens = real.sum(1, keepdim=True).clamp(min=1)
     visits = torch.zeros_like(probs[:,0]).scatter_add(
         1, chosen.flatten(1), real.repeat_interleave(chosen.shape[-1], 1)
     )
-    share = visits/(tokens*chosen.shape[-1])
-    mean = (probs*real[...,None]).sum(1)/tokens
-    return n*(share*mean).sum(1)
+    share = visits/(tokens*chosen.shape[-1]) # (B, E) of the visits of each row
+    mean_probs = (probs*real[...,None]).sum(1)/tokens # (B, E)
+    return n*(share*mean_probs).sum(1)
 
 # %% ../../nbs/30_model.language.ipynb #f57f729d
 class LanguageModelMoE(nn.Module):
@@ -236,27 +271,31 @@ class LanguageModelMoE(nn.Module):
             LanguageModelMLP(cfg) for _ in range(cfg.moe_shared_experts)
         )
 
-    def route(self, x:Tensor, # (B, T, D) normed hidden states
+    def route(
+        self,
+        x:Tensor, # (B, T, D) normed hidden states
     )->tuple[Tensor,Tensor,Tensor]: # probabilities (B, T, E); weights and numbers of those chosen (B, T, k)
-        "Which experts each token visits, and what their answers count."
+        "Which experts each token visits, and how much their answers count."
         with torch.autocast(x.device.type, enabled=False):
             probs = self.router(x.to(self.router.weight.dtype)).float().softmax(-1)
-        best,chosen = probs.topk(self.top_k)
-        return probs, best/best.sum(-1, keepdim=True), chosen
+        chosen_probs,chosen = probs.topk(self.top_k)
+        return probs, chosen_probs/chosen_probs.sum(-1, keepdim=True), chosen
 
-    def forward(self, x:Tensor, # (B, T, D) normed hidden states
+    def forward(
+        self,
+        x:Tensor, # (B, T, D) normed hidden states
         layout:Layout|None=None, # where the documents are, so that padding is not balanced; None: everywhere
     )->tuple[Tensor,Tensor|None]: # (B, T, D), and `balance_loss` (B,) in training, else None
         "Ask the experts and mix their answers."
         probs,weights,chosen = self.route(x)
-        visits = chosen.flatten()
-        order = visits.argsort(stable=True)
-        sizes = visits.bincount(minlength=len(self.experts)).tolist()
-        parts = x.flatten(0,1)[order//self.top_k].split(sizes)
-        answers = torch.cat([expert(part) for expert,part in zip(self.experts, parts)])[order.argsort()]
-        answers = answers.view(*chosen.shape, x.shape[-1])
+        visits = chosen.flatten() # the expert of each; `top_k` visits of a token follow each other
+        order = visits.argsort(stable=True) # by expert
+        counts = visits.bincount(minlength=len(self.experts)).tolist()
+        parts = x.flatten(0,1)[order//self.top_k].split(counts)
+        answers = torch.cat([expert(part) for expert,part in zip(self.experts, parts)])
+        answers = answers[order.argsort()].view(*chosen.shape, x.shape[-1]) # by token again
         out = (answers*weights[...,None].to(answers.dtype)).sum(2)
-        for e in self.shared: out = out+e(x)
+        for expert in self.shared: out = out+expert(x)
         if not self.training: return out,None
         real = None if layout is None else layout.to(x.device).documents>0
         return out, balance_loss(probs, chosen, real)
@@ -264,17 +303,24 @@ class LanguageModelMoE(nn.Module):
 # %% ../../nbs/30_model.language.ipynb #7c5c9a26
 class LanguageModelBlock(nn.Module):
     "Attention and MLP, each normed before and added after."
-    def __init__(self, cfg:VLMConfig, index:int=0): # reads the `lm_*` fields, `use_moe`; number of the block
+    def __init__(
+        self,
+        cfg:VLMConfig, # reads the `lm_*` fields, `use_moe`
+        index:int=0, # number of the block
+    ):
         super().__init__()
         self.norm1 = RMSNorm(cfg)
         self.attn = LanguageModelGroupedQueryAttention(cfg, index)
         self.norm2 = RMSNorm(cfg)
         self.mlp = LanguageModelMoE(cfg) if cfg.use_moe else LanguageModelMLP(cfg)
 
-    def forward(self, x:Tensor, # (B, T, D) hidden states
-        cos:Tensor, sin:Tensor, # (B, 1, T, head width) cosines of the positions; (B, 1, T, head width) sines
+    def forward(
+        self,
+        x:Tensor, # (B, T, D) hidden states
+        cos:Tensor, # (B, 1, T, head width) cosines of the angles of the positions
+        sin:Tensor, # (B, 1, T, head width) their sines
         layout:Layout|None=None, # where the documents are; None: one a row
-        cache:KVCache|None=None, # what was read before
+        cache:KVCache|None=None, # what was read before; it is extended
     )->Tensor|tuple[Tensor,Tensor|None]: # (B, T, D) hidden states; with experts also their balance loss
         "Pre-norm block: x + attention(norm(x)), then x + mlp(norm(x))."
         x = x+self.attn(self.norm1(x), cos, sin, layout, cache)
@@ -303,26 +349,28 @@ class LanguageModel(nn.Module):
 
     # not compiled: this part differs from batch to batch, only the blocks are compiled
     @torch.compiler.disable(recursive=False)
-    def forward(self, x:Tensor, # (B, T) token ids, or (B, T, D) embeddings
+    def forward(
+        self,
+        x:Tensor, # (B, T) token ids, or (B, T, D) embeddings
         layout:Layout|None=None, # where the documents are, on its device; None: one a row
         position_ids:Tensor|None=None, # (B, T) positions; None: from the cache or the layout
         cache:KVCache|None=None, # what was read before; it is extended
-        with_balance:bool=False, # return the experts' balance losses too
-    )->Tensor|tuple[Tensor,Tensor|None]: # (B, T, D) states after the last norm; (B,) balance losses or None
-        "Read a batch."
+        with_balance:bool=False, # also return the experts' balance losses
+    )->Tensor|tuple[Tensor,Tensor|None]: # (B, T, D) states after the last norm, balance losses (B,) or None
+        "Hidden states of a batch."
         if not x.is_floating_point(): x = self.token_embedding(x)
         layout = layout and (layout.bare or layout)
         eager = nullcontext()
         if cache is not None:
-            places = cache.advance(x, layout)
+            positions = cache.advance(x, layout)
             # compiled blocks are for training: what is written token by token is another shape each time
             if 'forward' in vars(self.blocks[0]):
                 eager = torch.compiler.set_stance('force_eager')
         elif layout is not None:
-            places = layout.positions
+            positions = layout.positions
         else:
-            places = torch.arange(x.shape[1], device=x.device)[None]
-        cos,sin = self.rotary_embd(places if position_ids is None else position_ids)
+            positions = torch.arange(x.shape[1], device=x.device)[None]
+        cos,sin = self.rotary_embd(positions if position_ids is None else position_ids)
         recompute = self.recompute and torch.is_grad_enabled() and cache is None
         balances = []
         with eager:
@@ -343,8 +391,11 @@ class LanguageModel(nn.Module):
 # %% ../../nbs/30_model.language.ipynb #29388c48
 class Reader:
     "Feeds a language model a prompt and then what follows it; returns the scores after the last vector."
-    def __init__(self, decoder:LanguageModel, # reads vectors
-        mask:Tensor, room:int, # (B, T) of the prompt, 0 at padding on the left; vectors that may follow
+    def __init__(
+        self,
+        decoder:LanguageModel, # reads vectors
+        mask:Tensor, # (B, T) of the prompt, 0 at padding on the left
+        room:int, # vectors that may follow
     ):
         if not mask[:, -1].all():
             raise ValueError("attention_mask ends in padding: pad prompts on the left to generate")
@@ -352,7 +403,9 @@ class Reader:
         self.mask = mask
         self.cache = KVCache(mask.shape[1] + room)
 
-    def read(self, x:Tensor, # (B, t, D) at first the prompt, then what is new
+    def read(
+        self,
+        x:Tensor, # (B, t, D) at first the prompt, then what is new
         layout:Layout|None=None, # of the prompt; None: as its mask says
     )->Tensor: # (B, V)
         "Returns scores of what comes next."
@@ -360,17 +413,24 @@ class Reader:
         states = self.decoder(x, layout=layout, cache=self.cache)
         return self.decoder.head(states[:, -1])
 
-    def step(self, ids:Tensor)->Tensor: # (B,) one new token a row
+    def step(
+        self,
+        ids:Tensor, # (B,) one new token a row
+    )->Tensor: # (B, V)
         "Returns scores after one more token."
         return self.read(self.decoder.token_embedding(ids[:, None]))
 
-    def go_back(self, length:int, room:int)->None: # vectors to keep, padding included; how many may follow
+    def go_back(
+        self,
+        length:int, # vectors to keep, padding included
+        room:int, # vectors that may follow
+    )->None:
         "Forgets what was read after the first `length` vectors."
         self.cache.go_back(length, length + room)
 
 # %% ../../nbs/30_model.language.ipynb #dec00002
 @torch.no_grad()
-def _check_apart(decoder, x, alone):
+def _check_apart(decoder, x, alone): # (1, 12, D) vectors, their states as two documents
     "A UsageError unless two documents are read in a pack as they are alone."
     packed = decoder(x, layout=Layout.from_doc_lens([[5,7]], 12).to(x.device))
     gap = (packed-alone).abs().max()/alone.abs().max()
@@ -389,10 +449,10 @@ def _check_cache(decoder, x):
     for n in range(2):
         following = torch.stack([x[0,3+n:4+n], x[0,8+n:9+n]])
         states.append(decoder(following, cache=cache)[:,-1])
-    got = torch.stack(states, 1)
-    longer = torch.cat([x[:,:5], x[:,3:5]], 1)
+    cached = torch.stack(states, 1)
+    longer = torch.cat([x[:,:5], x[:,3:5]], 1) # the first prompt and what follows it
     expected = torch.stack([decoder(longer)[0,4:], decoder(x[:,5:10])[0,2:]])
-    gap = (got-expected).abs().max()/expected.abs().max()
+    gap = (cached-expected).abs().max()/expected.abs().max()
     require(gap<1e-3, f'the decoder {type(decoder).__name__} reads with a cache what it does not read '
         f'without: states differ by {gap:.1%}. Look at cache.advance, cache.key_mask and padding on the left')
 
@@ -400,7 +460,7 @@ def check_decoder(decoder:nn.Module, cfg:VLMConfig)->None: # in any mode, which 
     "Raises a UsageError where a decoder does not do what the library relies on."
     missing = [name for name in ('token_embedding','head','blocks','recompute') if not hasattr(decoder, name)]
     require(not missing, f'the decoder {type(decoder).__name__} has no {" and no ".join(missing)}')
-    was = [module.training for module in decoder.modules()]
+    modes = [module.training for module in decoder.modules()]
     decoder.eval()
     ids = torch.arange(12)*7%min(cfg.lm_vocab_size, 97)
     with torch.no_grad():
@@ -408,5 +468,5 @@ def check_decoder(decoder:nn.Module, cfg:VLMConfig)->None: # in any mode, which 
         alone = torch.cat([decoder(x[:,:5]), decoder(x[:,5:])], 1)
     _check_apart(decoder, x, alone)
     _check_cache(decoder, x)
-    for module,mode in zip(decoder.modules(), was):
+    for module,mode in zip(decoder.modules(), modes):
         module.training = mode

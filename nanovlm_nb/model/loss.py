@@ -20,62 +20,71 @@ from ..core.usage import require
 __all__ = ['ChunkedCrossEntropy', 'cross_entropy', 'Targets', 'sees_batch']
 
 # %% ../../nbs/32_model.loss.ipynb #be52ee06
-def _chunk(rows:Tensor, weight:Tensor, labels:Tensor, # (n, D) hidden states; (V, D) head; (n,) targets
-    grads:bool, # Also return the gradient of the logits
+def _chunk(
+    rows:Tensor, # (n, D) hidden states
+    weight:Tensor, # (V, D) head
+    labels:Tensor, # (n,) targets
+    grads:bool, # also return the gradient of the logits
 )->tuple[Tensor,Tensor|None]: # (n,) losses, (n, V) gradient of the logits
     "Losses of one chunk and softmax minus one-hot."
     logits = (rows @ weight.T).float()
-    logits -= logits.amax(1, keepdim=True)
-    picked = logits.gather(1, labels[:, None])
-    total = logits.exp_().sum(1, keepdim=True)
-    each = (total.log()-picked).squeeze(1)
-    if not grads: return each, None
-    gradient = logits.div_(total).scatter_add_(
-        1, labels[:, None], torch.full_like(picked, -1)
-    )
-    return each, gradient.to(rows.dtype)
+    logits -= logits.amax(1, keepdim=True) # so that no exponential overflows
+    target_logits = logits.gather(1, labels[:, None])
+    total = logits.exp_().sum(1, keepdim=True) # `logits` holds the exponentials from here on
+    losses = (total.log()-target_logits).squeeze(1)
+    if not grads: return losses, None
+    minus_one = torch.full_like(target_logits, -1)
+    gradient = logits.div_(total).scatter_add_(1, labels[:, None], minus_one)
+    return losses, gradient.to(rows.dtype)
 
 # %% ../../nbs/32_model.loss.ipynb #b99395c8
 class ChunkedCrossEntropy(torch.autograd.Function):
     "Sum of cross-entropies; gradients are computed chunk by chunk in the forward pass."
     @staticmethod
-    def forward(ctx, rows:Tensor, weight:Tensor, # (n, D) hidden states with a target; (V, D) head
-        labels:Tensor, chunk_size:int, # (n,) targets; Rows whose logits exist at one time
-        want_rows:bool, want_weight:bool, # Compute the gradient of `rows`; Compute the gradient of `weight`
-    )->tuple[Tensor,Tensor]: # Sum of the losses, (n,) the losses without graph, float32
+    def forward(
+        ctx,
+        rows:Tensor, # (n, D) hidden states with a target
+        weight:Tensor, # (V, D) head
+        labels:Tensor, # (n,) targets
+        chunk_size:int, # rows whose logits exist at one time
+        want_rows:bool, # compute the gradient of `rows`
+        want_weight:bool, # compute the gradient of `weight`
+    )->tuple[Tensor,Tensor]: # sum of the losses, (n,) the losses without graph, float32
         "Loss over all chunks, gradients kept for `backward`."
         # the meta device knows no autocast
         device = rows.device.type
-        known = torch.amp.is_autocast_available(rows.device.type)
+        has_autocast = torch.amp.is_autocast_available(device)
         dtype = (
             torch.get_autocast_dtype(device)
-            if known and torch.is_autocast_enabled(device)
+            if has_autocast and torch.is_autocast_enabled(device)
             else weight.dtype
         )
         if dtype == torch.float16: dtype = torch.float32
-        each = torch.empty(len(rows), device=rows.device)
+        losses = torch.empty(len(rows), device=rows.device)
         d_rows:Any = torch.empty_like(rows) if want_rows else None
         d_weight:Any = torch.zeros_like(weight, dtype=torch.float32) if want_weight else None
-        with torch.autocast(device, enabled=False) if known else nullcontext():
+        with torch.autocast(device, enabled=False) if has_autocast else nullcontext():
             w = weight.to(dtype)
-            for at in range(0, len(rows), chunk_size):
-                part = slice(at, at+chunk_size)
+            for start in range(0, len(rows), chunk_size):
+                part = slice(start, start+chunk_size)
                 h = rows[part].to(dtype)
                 d_logits:Any
-                each[part], d_logits = _chunk(
+                losses[part], d_logits = _chunk(
                     h, w, labels[part], want_rows or want_weight
                 )
                 if want_rows: d_rows[part] = d_logits @ w
                 if want_weight: d_weight += d_logits.T @ h
         ctx.grads = d_rows, d_weight.to(weight.dtype) if want_weight else None
-        ctx.mark_non_differentiable(each)
-        return each.sum(), each
+        ctx.mark_non_differentiable(losses)
+        return losses.sum(), losses
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, grad:Tensor, # Gradient of the loss, a scalar
-        _:Tensor, # Of the single losses, which have none
-    )->tuple: # Gradients of `rows` and `weight`, None for the rest
+    def backward(
+        ctx,
+        grad:Tensor, # gradient of the loss, a scalar
+        _:Tensor, # of the single losses, which have none
+    )->tuple: # gradients of `rows` and `weight`, None for the other arguments
         "Scale what the forward pass computed, in place."
         if ctx.grads is None:
             raise RuntimeError(
@@ -87,16 +96,19 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         return d_rows, d_weight, None, None, None, None
 
 # %% ../../nbs/32_model.loss.ipynb #0964773d
-def cross_entropy(rows:Tensor, weight:Tensor, # (n, D) hidden states with a target; (V, D) head
+def cross_entropy(
+    rows:Tensor, # (n, D) hidden states with a target
+    weight:Tensor, # (V, D) head
     labels:Tensor, # (n,) their targets, each below V
-    chunk_size:int=2048, # Most rows whose logits exist at one time
+    chunk_size:int=2048, # rows, at most, whose logits exist at one time
     reduction:str='sum', # 'sum' or 'mean' over the targets
-)->tuple[Tensor,Tensor]: # Loss (scalar, float32), losses of the n targets (n,) without graph
-    "Cross-entropy of a language-model head; no value is asked for."
+)->tuple[Tensor,Tensor]: # loss (scalar, float32), losses of the targets (n,) without graph
+    "Cross-entropy of a language-model head; a GPU is not waited for."
     grads = torch.is_grad_enabled()
     wants = grads and rows.requires_grad, grads and weight.requires_grad
-    loss, each = ChunkedCrossEntropy.apply(rows, weight, labels, chunk_size, *wants)
-    return (loss/max(len(rows), 1) if reduction == 'mean' else loss), each
+    loss, losses = ChunkedCrossEntropy.apply(rows, weight, labels, chunk_size, *wants)
+    if reduction == 'mean': loss = loss/max(len(rows), 1)
+    return loss, losses
 
 # %% ../../nbs/32_model.loss.ipynb #a001a002
 @dataclass(frozen=True)
@@ -108,25 +120,30 @@ class Targets:
     inputs:dict[str,Any] # what the model read: `input_ids`, `images`, `layout`
 
     @classmethod
-    def of(cls, inputs:dict[str,Any], batch:Mapping[str,Any]={}, # as the model takes them; a `Batch`
-        names:Sequence[str]=())->'Targets': # of columns
+    def of(
+        cls,
+        inputs:dict[str,Any], # as the model takes them
+        batch:Mapping[str,Any]={}, # a `Batch`
+        names:Sequence[str]=(), # of columns
+    )->'Targets':
         "Returns what is known about the targets of a micro-batch; a UsageError if a row lacks a column."
         layout = inputs['layout']
-        before = [0, *accumulate(map(len, layout.doc_lens))][:-1]
-        first = torch.tensor(before, device=layout.at.device)
-        number = layout.documents.flatten()[layout.at]-1
-        sample = first[layout.at//max(layout.T, 1)]+number
+        *starts, _ = accumulate(map(len, layout.doc_lens), initial=0) # samples before each row
+        row = layout.at//max(layout.T, 1)
+        in_row = layout.documents.flatten()[layout.at]-1
+        sample = torch.tensor(starts, device=layout.at.device)[row]+in_row
         ids = [*chain(*batch.get('ids', ()))]
         rows = [*chain(*batch.get('columns', ()))]
         columns = {}
         for name in names:
-            for id,row in zip(ids, rows):
+            for id,numbers in zip(ids, rows):
                 require(
-                    name in row,
+                    name in numbers,
                     f'sample {id} has no column {name}: '
                     'keep_columns names it, give it to every row, held-out ones too'
                 )
-            columns[name] = torch.tensor([row[name] for row in rows], device=sample.device)
+            column = [numbers[name] for numbers in rows]
+            columns[name] = torch.tensor(column, device=sample.device)
         return cls(sample, ids, columns, inputs)
 
 def sees_batch(loss:Callable)->bool:

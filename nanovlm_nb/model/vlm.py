@@ -30,7 +30,9 @@ from .pretrained import Pretrained
 from .backbones import vision_weights
 
 # %% ../../nbs/39_model.vlm.ipynb #90dfad4c
-def fill_slots(embeddings:Tensor, slots:Tensor, # (B, T, D); (n,) positions in the batch laid end to end
+def fill_slots(
+    embeddings:Tensor, # (B, T, D)
+    slots:Tensor, # (n,) positions in the batch, whose rows are laid end to end
     features:Tensor, # (N, tokens per tile, D), or (N, D): image tokens in reading order, n in all
 )->Tensor: # (B, T, D) a new tensor
     "Replaces the vectors at the slots by the image tokens, in order."
@@ -38,75 +40,92 @@ def fill_slots(embeddings:Tensor, slots:Tensor, # (B, T, D); (n,) positions in t
     return embeddings.flatten(0, 1).index_copy(0, slots, vectors).view_as(embeddings)
 
 # %% ../../nbs/39_model.vlm.ipynb #d0585310
-def _targets_by_row(layout:Layout)->Tensor: # with targets; (B,) on its device
+def _targets_by_row(
+    layout:Layout, # with targets
+)->Tensor: # (B,) on its device
     "Returns how many targets each row has."
-    at:Any = layout.at
-    counts = at.new_zeros(len(layout.doc_lens))
-    return counts.index_add_(0, at//max(layout.T, 1), torch.ones_like(at))
+    positions:Any = layout.at
+    counts = positions.new_zeros(len(layout.doc_lens))
+    return counts.index_add_(0, positions//max(layout.T, 1), torch.ones_like(positions))
 
 # %% ../../nbs/39_model.vlm.ipynb #a75f6386
-def trains(module:nn.Module)->bool: # any part of a model
-    "Returns whether any parameter asks for a gradient; False without parameters too."
+def trains(module:nn.Module)->bool: # False if it has no parameters
+    "Returns whether any parameter asks for a gradient."
     return any(p.requires_grad for p in module.parameters())
 
 # %% ../../nbs/39_model.vlm.ipynb #21109f2b
 class VLMNet(nn.Module):
     "Vision encoder, projector and language model joined: ids and tiles in, scores or a loss out."
-    def __init__(self, cfg:VLMConfig, # sizes of all parts
-        held:Collection[str]=()): # parts whose weights will follow, so that none are drawn
+    def __init__(
+        self,
+        cfg:VLMConfig, # sizes of all parts
+        held:Collection[str]=(), # parts whose weights will follow, so that none are drawn
+    ):
         super().__init__()
         self.cfg = cfg
         self.vision_encoder, self.MP, self.decoder = build_parts(cfg, held)
         self.target_losses = None # loss of each target of the last batch, (n,) without graph, for statistics
-        # or a loss of your own: it returns a sum, and the losses of all targets
+        # or a loss of your own, which also returns a sum, and the losses of all targets
         self.cross_entropy:Any = cross_entropy
         self.features:Any = None # a `FeatureCache`
         self.tile_multiple = 1 # see `to_pixels`
-        self.n_outputs = cfg.lm_vocab_size # targets are below
+        self.n_outputs = cfg.lm_vocab_size # every target is below it
 
-    def train(self, mode:bool=True)->'VLMNet': # False: evaluation; itself
+    def train(
+        self,
+        mode:bool=True, # False: evaluation
+    )->'VLMNet': # itself
         "Training mode, in which frozen parts stay in eval mode."
         super().train(mode)
         for part in self.modules():
-            if mode and not trains(part) and any(True for _ in part.parameters()):
+            has_parameters = any(True for _ in part.parameters())
+            if mode and has_parameters and not trains(part):
                 part.eval()
         return self
 
-    def see(self, tiles:Tensor, # (N, 3, S, S), see `stack_tiles`
+    def see(
+        self,
+        tiles:Tensor, # (N, 3, S, S), see `stack_tiles`
         places:Tiles|None=None, # where they are in their pictures, if these are grids
     )->Tensor: # (N, P, vit_hidden_dim)
         "Returns features of tiles."
-        w = self.decoder.token_embedding.weight # on the device even if a sharded model is put away on the CPU
+        # on the device of the model even if other weights of a sharded one are put away on the CPU
+        weight = self.decoder.token_embedding.weight
         mean = self.cfg.pixel_mean
         std = self.cfg.pixel_std
-        pixels = to_pixels(tiles.to(w.device), mean, std, self.tile_multiple)
-        where = [places] if places else []
-        return self.vision_encoder(pixels.to(w.dtype), *where)[:len(tiles)]
+        pixels = to_pixels(tiles.to(weight.device), mean, std, self.tile_multiple)
+        grids = [places] if places else []
+        features = self.vision_encoder(pixels.to(weight.dtype), *grids)
+        return features[:len(tiles)] # without those of `tile_multiple`
 
-    def _nothing(self, x):
-        "0 with a graph to what sees and trains; None if nothing does. A sharded tower must run, for others."
-        if is_sharded(self):
+    def _zero_with_graph(self, x):
+        "0 with a graph to trained parameters of tower and projector; None: there are none."
+        if is_sharded(self): # all ranks must run the tower together
             side = self.cfg.vit_img_size
             return 0*self.MP(self.see(x.new_zeros(1, 3, side, side))).sum()
         if not (self.training and torch.is_grad_enabled()):
             return None
-        touched = []
+        values = [] # one of each parameter
         for part in (self.vision_encoder, self.MP):
-            touched += [
+            values += [
                 p.flatten()[:1].sum() for p in part.parameters() if p.requires_grad
             ]
-        return 0*torch.stack(touched).sum() if touched else None
+        return 0*torch.stack(values).sum() if values else None
 
     @property
-    def head(self)->nn.Module: # a matrix: its `weight` is multiplied with what the language model makes
-        "Returns what scores: words here, something else in another model."
+    def head(self)->nn.Module: # its `weight` is multiplied with hidden states
+        "Returns the layer that scores: words here, something else in another model."
         return self.decoder.head
 
-    def layout_of(self, input_ids:Tensor, attention_mask:Tensor|None=None, # (B, T) token ids; see `forward`
-        targets:Tensor|None=None, doc_lens:Sequence[Sequence[int]]|None=None, # see `forward`
+    def layout_of(
+        self,
+        input_ids:Tensor, # (B, T) token ids
+        attention_mask:Tensor|None=None, # see `forward`
+        targets:Tensor|None=None, # see `forward`
+        doc_lens:Sequence[Sequence[int]]|None=None, # see `forward`
         images=None, # see `stack_tiles`
     )->Layout: # on the device of the ids
-        "Returns what a loader would have said of a batch; a GPU is waited for."
+        "Returns the layout that a loader would have made of a batch; waits for a GPU."
         grids = grids_of(images)
         cfg = self.cfg
         all_grids = len(grids)==len(flat_pictures(images))
@@ -126,10 +145,13 @@ class VLMNet(nn.Module):
             check_targets(layout.targets, self.n_outputs)
         return layout.to(input_ids.device)
 
-    def embed(self, input_ids:Tensor, images=None, # (B, T) token ids; see `stack_tiles`
+    def embed(
+        self,
+        input_ids:Tensor, # (B, T) token ids
+        images=None, # see `stack_tiles`
         layout:Layout|None=None, # of this batch, with slots; None: made here
     )->Tensor: # (B, T, lm_hidden_dim)
-        "Returns what the language model reads: table rows, image tokens in the slots."
+        "Returns what the language model reads: rows of the embedding table, image tokens in the slots."
         layout = self.layout_of(input_ids, images=images) if layout is None else layout
         slots:Any = layout.slots
         stacked = isinstance(images, Tensor) and images.ndim == 4
@@ -140,51 +162,62 @@ class VLMNet(nn.Module):
         if len(slots) != n*per_tile:
             raise ValueError(slot_error('the batch', len(slots), n, per_tile))
         if not n:
-            nothing = self._nothing(x)
-            return x if nothing is None else x+nothing
+            zero = self._zero_with_graph(x)
+            return x if zero is None else x+zero
         if self.cfg.native and not layout.tiles:
             raise ValueError(
                 'the layout has no grids: make it with those of the pictures, '
                 'as layout_of(input_ids, images=...) does'
             )
         if self.features is None:
-            seen = self.see(tiles, layout.tiles)
+            features = self.see(tiles, layout.tiles)
         else:
-            seen = self.features(tiles).to(x)
-        return fill_slots(x, slots, self.MP(seen))
+            features = self.features(tiles).to(x)
+        return fill_slots(x, slots, self.MP(features))
 
-    def hidden(self, input_ids:Tensor, images=None, # (B, T) token ids; see `stack_tiles`
+    def hidden(
+        self,
+        input_ids:Tensor, # (B, T) token ids
+        images=None, # see `stack_tiles`
         attention_mask:Tensor|None=None, # (B, T) 0 at padding, left or right; one sample a row
     )->Tensor: # (B, T, lm_hidden_dim) after the last norm
         "Returns hidden states; those at padding mean nothing."
         layout = self.layout_of(input_ids, attention_mask, images=images)
         return self.decoder(self.embed(input_ids, images, layout), layout)
 
-    def target_scores(self, input_ids:Tensor, images:Any, layout:Layout, # as `forward` takes them
+    def target_scores(
+        self,
+        input_ids:Tensor, # (B, T) token ids
+        images:Any, # see `stack_tiles`
+        layout:Layout, # of this batch, with targets
     )->Tensor: # (n, vocabulary)
-        "Returns the scores at the places with a target; `layout` has them."
+        "Returns the scores at the positions with a target."
         states = self.decoder(self.embed(input_ids, images, layout), layout)
         return self.head(states.flatten(0, 1).index_select(0, layout.at))
 
-    def forward(self, input_ids:Tensor, images=None, # (B, T) token ids; see `stack_tiles`
+    def forward(
+        self,
+        input_ids:Tensor, # (B, T) token ids
+        images=None, # see `stack_tiles`
         attention_mask:Tensor|None=None, # (B, T) 0 at padding
         targets:Tensor|None=None, # (B, T) the id that follows each position, -100 where none is to be learnt
         doc_lens:Sequence[Sequence[int]]|None=None, # per row the lengths of its samples; instead of a mask
-        reduction:str='mean', return_logits:bool=False, # over the targets, or 'sum'; with targets: scores too
+        reduction:str='mean', # or 'sum', over the targets
+        return_logits:bool=False, # return scores although there are targets
         layout:Layout|None=None, # of this batch, on the model's device; instead of mask, targets and lengths
         batch:Targets|None=None, # for a loss of your own; None: made here, without names and columns
-    )->tuple[Tensor|None, Tensor|None]: # scores (B, T, vocabulary) or None, loss () or None
+    )->tuple[Tensor|None,Tensor|None]: # scores (B, T, vocabulary) or None, loss (scalar) or None
         "Returns scores at all positions without targets, the loss with them."
         if layout is None:
             layout = self.layout_of(
                 input_ids, attention_mask, targets, doc_lens, images
             )
-        h, balance = self.decoder(
+        states, balance = self.decoder(
             self.embed(input_ids, images, layout), layout, with_balance=True
         )
-        logits = self.head(h) if layout.at is None or return_logits else None
+        logits = self.head(states) if layout.at is None or return_logits else None
         if layout.at is None: return logits, None
-        rows = h.flatten(0, 1).index_select(0, layout.at)
+        rows = states.flatten(0, 1).index_select(0, layout.at)
         head = self.head.weight
         if sees_batch(self.cross_entropy):
             inputs = dict(input_ids=input_ids, images=images, layout=layout)
@@ -197,26 +230,26 @@ class VLMNet(nn.Module):
             )
         if reduction == 'mean': loss = loss/max(len(rows), 1)
         if balance is None: return logits, loss
-        unbalanced = self.cfg.moe_aux_weight*(balance*_targets_by_row(layout)).sum()
-        if reduction == 'mean':
-            unbalanced = unbalanced/max(len(rows), 1)
-        return logits, loss + unbalanced
+        aux_loss = self.cfg.moe_aux_weight*(balance*_targets_by_row(layout)).sum()
+        if reduction == 'mean': aux_loss = aux_loss/max(len(rows), 1)
+        return logits, loss + aux_loss
 
 # %% ../../nbs/39_model.vlm.ipynb #5d17ed11
 class VisionLanguageModel(Pretrained, VLMNet):
     "A vision-language model to train, ask, save and load."
-    def __init__(self, cfg:VLMConfig, # sizes, names of the backbones and of the tokenizer
+    def __init__(
+        self,
+        cfg:VLMConfig, # sizes, names of the backbones and of the tokenizer
         load_backbone:bool=True, # take weights and sizes from the backbones, else random weights
         held:Collection[str]=(), # parts whose weights will follow, see `VLMNet`
         read:bool=True, # False: leave the weights of backbones in their files, see `Pretrained.read`
     ):
         if load_backbone:
             cfg = evolve(cfg, vlm_load_backbone_weights=True)
-            for follow in backbone_fields(cfg).values():
-                cfg = evolve(cfg, **follow)
-            held = [
-                dict(vit='vision_encoder', lm='decoder')[part] for part in cfg.backbones
-            ]
+            for fields in backbone_fields(cfg).values():
+                cfg = evolve(cfg, **fields)
+            parts = dict(vit='vision_encoder', lm='decoder')
+            held = [parts[kind] for kind in cfg.backbones]
         super().__init__(cfg, held)
         self.tokenizer_source = cfg.lm_tokenizer
         if not load_backbone: return
@@ -227,18 +260,26 @@ class VisionLanguageModel(Pretrained, VLMNet):
         if read: self.read()
 
     @property
-    def device(self)->torch.device: # of the language model; the other parts may be of somebody's own making
-        "Where the model is."
+    def device(self)->torch.device:
+        "Where the language model is; the other parts may be of your own."
         return next(self.decoder.parameters()).device
 
-    def forward(self, input_ids:Tensor, images=None, attention_mask:Tensor|None=None, # see `VLMNet.forward`
-        targets:Tensor|None=None, doc_lens:Sequence[Sequence[int]]|None=None, # likewise
-        reduction:str='mean', return_logits:bool=False, layout:Layout|None=None, # likewise
-        batch:Targets|None=None, # likewise
-        labels:Tensor|None=None, # as loaders give them: targets, for a trainer that is not the library's
-        num_items_in_batch:Any=None, # targets of its whole update; None: those of `labels`
-        **more:Any)->Any: # what else a batch holds
-        "Returns scores and loss; with `labels` a dictionary with the `loss`."
+    def forward( # see `VLMNet.forward`
+        self,
+        input_ids:Tensor,
+        images=None,
+        attention_mask:Tensor|None=None,
+        targets:Tensor|None=None,
+        doc_lens:Sequence[Sequence[int]]|None=None,
+        reduction:str='mean',
+        return_logits:bool=False,
+        layout:Layout|None=None,
+        batch:Targets|None=None,
+        labels:Tensor|None=None, # (B, T) targets, as loaders give them to a trainer that is not the library's
+        num_items_in_batch:Any=None, # targets of the whole update of that trainer; None: those of `labels`
+        **more:Any, # what else a batch holds
+    )->Any: # with `labels` a dictionary with the `loss`, else scores and loss
+        "Returns what the library, or another trainer, expects of a batch."
         if labels is None:
             return super().forward(
                 input_ids,
@@ -252,20 +293,23 @@ class VisionLanguageModel(Pretrained, VLMNet):
                 batch,
                 **more
             )
-        told = labels!=IGNORE
-        require(not told.any() or not labels[told].equal(input_ids[told]),
+        learned = labels!=IGNORE
+        require(not learned.any() or not labels[learned].equal(input_ids[learned]),
             'labels are the input_ids at their own places: give the id that follows each position')
         _,loss = super().forward(input_ids, images, attention_mask, labels, doc_lens, 'sum')
-        count = told.sum() if num_items_in_batch is None else num_items_in_batch
-        return dict(loss=loss/count)
+        n_targets = learned.sum() if num_items_in_batch is None else num_items_in_batch
+        return dict(loss=loss/n_targets)
 
     @torch.no_grad()
-    def stream(self, input_ids:Tensor, # (B, T) prompts, padded on the left; with `reader` what is new
-        images=None, attention_mask:Tensor|None=None, # see `stack_tiles`; (B, T) 0 at padding
-        max_new_tokens:int=5, # upper limit
-        eos_token_id:int|Sequence[int]|None=None, # end tokens; None asks the tokenizer, () never ends early
+    def stream(
+        self,
+        input_ids:Tensor, # (B, T) prompts, padded on the left; with `reader` what is new
+        images=None, # see `stack_tiles`
+        attention_mask:Tensor|None=None, # (B, T) 0 at padding
+        max_new_tokens:int=5, # tokens at most
+        eos_token_id:int|Sequence[int]|None=None, # end tokens; None: the tokenizer's, (): none
         ended:Callable|None=None, # see `stream_ids`
-        reader:Reader|None=None, # one that has read the beginning of the conversation, with room for the rest
+        reader:Reader|None=None, # has read the beginning of the conversation, and has room for the rest
         **sampling, # see `sample`
     )->Iterator[Tensor]: # (B,) ids, see `stream_ids`
         "Answers prompts token by token; call `eval()` before if the model has dropout."
@@ -280,30 +324,35 @@ class VisionLanguageModel(Pretrained, VLMNet):
             reader.step, scores, max_new_tokens, pick, eos_token_id, ended=ended
         )
 
-    def generate(self, input_ids:Tensor, # (B, T) prompts, padded on the left
-        images=None, attention_mask:Tensor|None=None, # see `stack_tiles`; (B, T) 0 at padding
-        max_new_tokens:int=5, top_k:int=50, top_p:float=.9, temperature:float=.5, # see `sample`
-        greedy:bool=False, # likewise
+    def generate(
+        self,
+        input_ids:Tensor, # (B, T) prompts, padded on the left
+        images=None, # see `stack_tiles`
+        attention_mask:Tensor|None=None, # (B, T) 0 at padding
+        max_new_tokens:int=5, # tokens at most
+        top_k:int=50, # see `sample`
+        top_p:float=.9, # see `sample`
+        temperature:float=.5, # see `sample`
+        greedy:bool=False, # see `sample`
         **more, # see `stream` and `sample`
     )->Tensor: # (B, new) ids; each row holds its end token, then filler
         "Returns all of `stream`'s tokens at once."
-        how = dict(top_k=top_k, top_p=top_p, temperature=temperature, greedy=greedy)
+        more |= dict(top_k=top_k, top_p=top_p, temperature=temperature, greedy=greedy)
         new = list(
-            self.stream(
-                input_ids, images, attention_mask, max_new_tokens, **how, **more
-            )
+            self.stream(input_ids, images, attention_mask, max_new_tokens, **more)
         )
-        return torch.stack(new, 1) if new else input_ids.new_empty(len(input_ids), 0)
+        if not new: return input_ids.new_empty(len(input_ids), 0)
+        return torch.stack(new, 1)
 
 # %% ../../nbs/39_model.vlm.ipynb #b28a000b
-ModelClass = type[VisionLanguageModel]|str|None # or FILE.py:CLASS, MODULE:CLASS; None: the library's own
+ModelClass = type[VisionLanguageModel]|str|None # or FILE.py:CLASS, MODULE:CLASS; None: the library's
 
 def model_class(kind:ModelClass)->type[VisionLanguageModel]:
     "Returns the class of a model; a UsageError if a name is not that of one."
     if kind is None: return VisionLanguageModel
-    found:Any = load_function(kind, 'model') if isinstance(kind, str) else kind
+    loaded:Any = load_function(kind, 'model') if isinstance(kind, str) else kind
     require(
-        isinstance(found, type) and issubclass(found, VisionLanguageModel),
-        f'model {kind!r} is {found!r}: give a class that extends VisionLanguageModel'
+        isinstance(loaded, type) and issubclass(loaded, VisionLanguageModel),
+        f'model {kind!r} is {loaded!r}: give a class that extends VisionLanguageModel'
     )
-    return found
+    return loaded
