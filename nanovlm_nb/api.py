@@ -192,6 +192,7 @@ class Settings(TypedDict, total=False):
     max_sample_length:int
     images_path:str|Path|None
     columns:Sequence[str]
+    keep_columns:Sequence[str]
     custom_transforms:Sequence[str]
     random_crop:float|None
     num_of_sequences:int

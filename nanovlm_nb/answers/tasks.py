@@ -311,7 +311,7 @@ class NanoVLM(lmms):
             questions = []
             for number in batch:
                 question,_,*place = requests[number].args[:6]
-                words = (question,)
+                words:tuple = (question,)
                 if not plain: words = as_nanovlm_asks(place[2], question)
                 questions.append((self.pictures(*place), *words))
             stop = []
