@@ -56,7 +56,7 @@ _FOR_ROWS = dict(
 _LENGTHS = {'max_training_steps','max_training_samples','max_epochs'} # each says how long a run is
 
 def _settings(count, preset, given, val_size=None, kind=VLMConfig):
-    "Configurations for so many rows of your own; what is not given is as in the preset, or as above."
+    "Returns configurations for `count` rows of your own; what is not given is as in the preset, or as above."
     vlm_cfg,train_cfg = preset_of(preset)
     vlm_cfg = kind.of(vlm_cfg)
     check_known(given, FIELDS|kind.__dataclass_fields__, 'setting')
@@ -65,21 +65,21 @@ def _settings(count, preset, given, val_size=None, kind=VLMConfig):
     steps = given.get('max_training_steps', train_cfg.max_training_steps)
     quarter = as_type('max_training_steps', steps, Pos)//4
     rates = {}
-    begun = given.get('load_from')
-    if begun and not is_pth(begun): # whole models: nothing of them is new
+    load_from = given.get('load_from')
+    if load_from and not is_pth(load_from): # whole models: nothing of them is new
         rates = _learning(5e-5)
     elif preset == 'shapes': rates = _learning(1e-3)
-    named = [name for name in BACKBONE_RATES if given.get(name)]
-    for name in named:
+    backbones = [name for name in BACKBONE_RATES if given.get(name)]
+    for name in backbones:
         rates.pop(BACKBONE_RATES[name], None) # see `change`
-    same = given.get('custom_transforms') or given.get('cache_features')
+    uncropped = given.get('custom_transforms') or given.get('cache_features')
     usual = _FOR_ROWS | rates
-    if named:
+    if backbones:
         quarter = min(quarter, 100) # it learns faster than one from nothing
         if not given.keys() & _LENGTHS:
             usual |= dict(max_epochs=20)
     usual |= dict(
-        random_crop=None if same else .7,
+        random_crop=None if uncropped else .7,
         val_size=val_size,
         ask_samples=min(val_size, 100),
         best_by='answers',
@@ -192,6 +192,7 @@ class Settings(TypedDict, total=False):
     max_sample_length:int
     images_path:str|Path|None
     columns:Sequence[str]
+    keep_columns:Sequence[str]
     custom_transforms:Sequence[str]
     random_crop:float|None
     num_of_sequences:int
@@ -248,11 +249,11 @@ class Settings(TypedDict, total=False):
 
 # %% ../nbs/96_api.ipynb #91a10011
 def _columns(given):
-    "What `own_rows` is told of columns."
+    "Returns the arguments of `own_rows` about columns."
     return given.get('columns', ()),given.get('keep_columns', ())
 
 def _rows_of(rows, weights, given):
-    "What `get_dataloaders` takes in place of rows of your own, and how many they are."
+    "Returns what `get_dataloaders` takes in place of rows of your own, and how many they are."
     if hasattr(rows, 'rows_of'):
         return rows,int(as_source(rows).epoch_rows() or 0)
     if weights is None:
@@ -264,23 +265,30 @@ def _rows_of(rows, weights, given):
     for name,part in rows.items():
         part,count = _rows_of(part, None, given)
         total += count
-        source = as_source(part) if hasattr(part, 'rows_of') else MapSource({name:part}, given.get('seed', 0))
-        sources.append(source)
+        if hasattr(part, 'rows_of'): sources.append(as_source(part))
+        else: sources.append(MapSource({name:part}, given.get('seed', 0)))
     return Mixture(sources, weights),total
 
 def _unchecked(kind): return kind # to a type checker it may be anything
 
 # %% ../nbs/96_api.ipynb #91a100c1
-def train(rows, # pictures, questions and answers, see `own_rows`
-    preset:str='shapes', quiet:bool=False, # sizes of model and run; say nothing (the run's train.log has it)
-    *, val_rows:Any=None, # held out, as `rows`; None: a part of them
+def train(
+    rows, # pictures, questions and answers, see `own_rows`
+    preset:str='shapes', # sizes of model and run
+    quiet:bool=False, # print nothing; the run's train.log has the lines
+    *,
+    val_rows:Any=None, # held out, as `rows`; None: a part of them
     weights:Weights|None=None, # of `rows` that are a dictionary, name -> rows; see `Mixture`
     model:ModelClass=None, # a class of your own, processor included
     transforms:Sequence[Callable]=(), # of training pictures, each `transform(picture, rng)`
     processor:Callable|None=None, # `processor(vlm_cfg, transforms)` makes what cuts pictures
-    loss:Callable|None=None, judge:Callable|None=None, optimizer:Callable|None=None, # see `run`
-    schedule:Callable|dict|None=None, hooks:Iterable=(), # likewise
-    **settings:Unpack[Settings])->Asker: # fields of `VLMConfig` or `TrainConfig`; the best model of the run
+    loss:Callable|None=None, # see `run`, as for the next four
+    judge:Callable|None=None,
+    optimizer:Callable|None=None,
+    schedule:Callable|dict|None=None,
+    hooks:Iterable=(),
+    **settings:Unpack[Settings], # fields of `VLMConfig` or `TrainConfig`
+)->Asker: # the best model of the run
     """Trains a model on rows of your own, and returns it, ready for `model.ask(picture, question)`.
 
     A row is a dictionary with `image`, `question` and `answer`, or a tuple of these three; the picture is
@@ -288,8 +296,8 @@ def train(rows, # pictures, questions and answers, see `own_rows`
     DataFrame with these columns; or the path of a file or folder, or a name of the hub, as the command
     `nanovlm train --train_dataset_path` takes it. Settings are fields of `TrainConfig` and `VLMConfig`,
     such as `max_training_steps=200` and `run_name='mine'`; checkpoints and log are in
-    `checkpoints/RUN_NAME`, the
-    model's `run_dir`, with the rows, so that `nanovlm eval RUN_DIR` and other commands work."""
+    `checkpoints/RUN_NAME`, the model's `run_dir`, with the rows, so that `nanovlm eval RUN_DIR` and other
+    commands work."""
     if TYPE_CHECKING: # so that editors complete them
         _unchecked(VLMConfig)(**settings)
         _unchecked(TrainConfig)(**settings)
@@ -301,8 +309,11 @@ def train(rows, # pictures, questions and answers, see `own_rows`
     if isinstance(rows, (str,Path)):
         given = dict(train_dataset_path=str(rows)) | given
         names = given.get('train_dataset_name', ['default'])
-        how = {name:given[name] for name in ('columns','images_path') if name in given}
-        count = sum(map(len, load_configs(rows, names, **how).values()))
+        options = {
+            name:given[name] for name in ('columns','images_path') if name in given
+        }
+        configs = load_configs(rows, names, **options)
+        count = sum(map(len, configs.values()))
     else:
         data['rows'],count = _rows_of(rows, weights, given)
     val_size = None
@@ -332,16 +343,21 @@ def train(rows, # pictures, questions and answers, see `own_rows`
     return load(run_dir, processor=processor and processor(vlm_cfg, ()), model=model)
 
 # %% ../nbs/96_api.ipynb #91a10012
-def load(checkpoint:str|Path, device:str|torch.device|None=None, # default: the best there is
+def load(
+    checkpoint:str|Path, # a run, a checkpoint, an export, a SmolVLM, adapters of peft, or a hub id
+    device:str|torch.device|None=None, # None: the best there is
     processor:Callable|None=None, # cuts pictures, of a run that had one of its own
-    model:ModelClass=None)->Asker: # a class of your own
-    """Returns a trained model, ready to be asked; of a run its best checkpoint.
-    `checkpoint` is a run, one of its checkpoints, an export, a SmolVLM, adapters of peft, or a hub id."""
+    model:ModelClass=None, # a class of your own
+)->Asker:
+    "Returns a trained model, ready to be asked; of a run its best checkpoint."
     opened = open_model(checkpoint, model=model)
     return Asker.from_model(opened.to(pick_device(device)), processor=processor)
 
 # %% ../nbs/96_api.ipynb #91a1001a
-def evaluate(model:Asker|str|Path, rows)->Scores: # or what `load` takes; as for `train`
+def evaluate(
+    model:Asker|str|Path, # in memory, or what `load` takes
+    rows, # as for `train`
+)->Scores:
     """Returns right answers and questions of some rows, beside what can be had without the right picture:
     'answers', 'another picture', 'blind guess', 'picture helps' -> kind of question, or 'all' ->
     (right, asked); its `accuracy` is the share of right answers."""
@@ -350,9 +366,12 @@ def evaluate(model:Asker|str|Path, rows)->Scores: # or what `load` takes; as for
     return compare_answers(asker, rows)[0]
 
 # %% ../nbs/96_api.ipynb #91a1001e
-def export(model:Asker|str|Path, folder:str|Path, format:str='smolvlm')->Path: # or what `load` takes
-    """Writes a model for other programs, and returns the directory that it wrote; of a model in memory its
-    weights as they are. Formats are smolvlm, idefics3, nanovlm, peft, onnx, web and gguf."""
+def export(
+    model:Asker|str|Path, # in memory, or what `load` takes
+    folder:str|Path, # a new directory
+    format:str='smolvlm', # or idefics3, nanovlm, peft, onnx, web, gguf
+)->Path: # the directory
+    "Writes a model for other programs; of a model in memory its weights as they are."
     kind = as_type('format', format, Format)
     own:Any = None
     check_new_folder(folder)
@@ -360,11 +379,14 @@ def export(model:Asker|str|Path, folder:str|Path, format:str='smolvlm')->Path: #
     with TemporaryDirectory() as tmp:
         if isinstance(model, Asker):
             own = type(model.model)
-            usual = (own.processor or image_processor_of)(model.model.cfg, ())
-            cuts = model.image_processor
-            require(cuts==usual or own.processor and type(cuts) is type(usual),
-                'this model has an image processor of its own, which no other program has: '
-                'write the weights alone with model.model.save_pretrained(FOLDER)')
+            make_processor = own.processor or image_processor_of
+            usual = make_processor(model.model.cfg, ())
+            processor = model.image_processor
+            require(
+                processor==usual or own.processor and type(processor) is type(usual),
+                'this model has an image processor of its own, which no other program '
+                'has: write the weights alone with model.model.save_pretrained(FOLDER)'
+            )
             checkpoint = Path(tmp)/'model'
             model.model.save_pretrained(checkpoint, model.tokenizer)
         else: checkpoint = model

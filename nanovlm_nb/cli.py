@@ -29,30 +29,43 @@ from .core.run_dir import newest_run,read_example,runs_in
 from .model.flops import DEVICES,MFU,known_gpu
 
 # %% ../nbs/97_cli.ipynb #19a0000b
-def _free(name):
+def _is_writable(name):
+    "Returns whether a file of this name can be written, or replaced."
     path = Path(name)
     return path.absolute().parent.is_dir() and (path.is_file() or not path.exists())
 
-Checkpoint = Annotated[str,
+def _is_checkpoint(name):
+    "Returns whether this may be a checkpoint; a UsageError if it is neither a directory nor a hub id."
+    if Path(name).is_file() or not name.strip(): return False
+    if not Path(name).is_dir(): check_hub_name(name)
+    return True
+
+# an argument's type, what it must be, and the check of that
+Checkpoint = Annotated[
+    str,
     'the directory of a checkpoint or of a run, or a name of the hub',
-    lambda x: x.strip()
-    and (Path(x).is_dir() or not Path(x).is_file() and check_hub_name(x) is None)]
+    _is_checkpoint
+]
 Logged = Annotated[
     str,
     'the directory of a run, or log.jsonl in it, or a directory of runs',
-    lambda x: Path(x).suffix=='.jsonl' if Path(x).is_file() else Path(x).is_dir()
+    lambda name: (
+        Path(name).suffix=='.jsonl' if Path(name).is_file() else Path(name).is_dir()
+    )
 ]
 Device = Annotated[
     str,
     'cpu, mps, cuda or cuda:N',
-    lambda x: x in ('cpu','mps','cuda') or x.startswith('cuda:') and x[5:].isdecimal()
+    lambda name: name in ('cpu','mps','cuda')
+    or name.startswith('cuda:') and name[5:].isdecimal()
 ]
-Folder = Annotated[str, 'a directory that exists', lambda x: Path(x).is_dir()]
-NewFile = Annotated[str, 'a file, in a directory that exists', _free]
+Folder = Annotated[str, 'a directory that exists', lambda name: Path(name).is_dir()]
+NewFile = Annotated[str, 'a file, in a directory that exists', _is_writable]
 Picture = Annotated[
     str,
     'a file that ends in png, jpg, svg, pdf or webp, in a directory that exists',
-    lambda x: _free(x) and x.endswith(('.png','.jpg','.svg','.pdf','.webp'))
+    lambda name: _is_writable(name)
+    and name.endswith(('.png','.jpg','.svg','.pdf','.webp'))
 ]
 
 # %% ../nbs/97_cli.ipynb #19a000d2
@@ -80,10 +93,12 @@ def _words_for(parameter, kind):
     return words|dict(metavar=base.__name__.upper())
 
 # %% ../nbs/97_cli.ipynb #19a000d4
-def command(settings:str='', more:dict[str,dict]={}, **words:Any)->Callable:
-    """Returns a decorator that writes a function into `COMMANDS`, under its name without underscore.
-    One that takes the settings of a run has `settings`, its usage before them, and `words` for
-    `SettingsParser`; `more` are keywords of an argument for `add_argument`."""
+def command(
+    settings:str='', # usage before the settings of a run; empty: the command takes none
+    more:dict[str,dict]={}, # name of an argument -> more keywords for `add_argument`
+    **words:Any, # of `SettingsParser`
+)->Callable:
+    "Returns a decorator that writes a function into `COMMANDS`, under its name without underscore."
     def registered(function):
         name = function.__name__.strip('_')
         def make(shown='--help'):
@@ -97,23 +112,29 @@ def command(settings:str='', more:dict[str,dict]={}, **words:Any)->Callable:
             for argument,parameter in signature(function).parameters.items():
                 kind = _kind(parameter)
                 if not kind: continue
-                flag = argument if parameter.default is parameter.empty else f'--{argument}'
-                help = about[argument][1] if about else ''
-                how = _words_for(parameter, kind)|more.get(argument, {})
-                parser.add_argument(flag, help=help, **how)
+                flag = f'--{argument}'
+                if parameter.default is parameter.empty: flag = argument
+                about_it = ''
+                if about: _,about_it,_ = about[argument]
+                options = _words_for(parameter, kind)|more.get(argument, {})
+                parser.add_argument(flag, help=about_it, **options)
             return parser
         COMMANDS[name] = function
         _PARSERS[name] = make
         return function
     return registered
 
-def _read(name:str, words:list[str])->dict[str,Any]: # a command, what follows it
+def _read(
+    name:str, # of a command
+    words:list[str], # what follows it
+)->dict[str,Any]: # argument -> value
     "Returns the arguments of a command; `asked` are all values of a command line."
-    values = _PARSERS[name](help_flag(words)).parse_args(words)
-    found = vars(values)|dict(asked=values)
+    make_parser = _PARSERS[name]
+    namespace = make_parser(help_flag(words)).parse_args(words)
+    values = vars(namespace)|dict(asked=namespace)
     arguments = {}
     for argument,parameter in signature(COMMANDS[name]).parameters.items():
-        value = found[argument]
+        value = values[argument]
         kind = _kind(parameter)
         if kind and value is not None:
             value = as_type(argument, value, kind)
@@ -129,7 +150,8 @@ def _train(vlm_cfg:VLMConfig, train_cfg:TrainConfig, asked:Namespace):
 
 # %% ../nbs/97_cli.ipynb #19a000d6
 @command()
-def _classify(pictures:list[str]|None, # files to sort
+def _classify(
+    pictures:list[str]|None, # files to sort
     config:str|None = None, # YAML file of all settings, in sections `model`, `training` and `monitor`
     model:str|None = None, # what to begin with, in place of `name` in the file
     datasets:list[str]|None = None, # pictures, in place of `datasets` in the file
@@ -142,7 +164,8 @@ def _classify(pictures:list[str]|None, # files to sort
     wandb_entity:str|None = None, # whose account there, likewise
     wandb_project:str|None = None, # project there, likewise
     # do not train, but sort pictures with this checkpoint or the best of this run
-    predict:Checkpoint|None = None):
+    predict:Checkpoint|None = None,
+):
     "Train a classifier, or sort pictures with one."
     if predict or pictures:
         from nanovlm_nb.uses.classify import sort_pictures
@@ -183,21 +206,23 @@ def _ask(
     json:bool = False, # a line of JSON for each question
     page:bool = False, # a page in the browser: pictures, conversations, heat maps
     host:str = '127.0.0.1', # address of the page; 0.0.0.0 lets everybody in
-    port:Count = 7860): # port of the page
+    port:Count = 7860, # port of the page
+):
     "Ask a model about pictures, here or on a page in the browser."
     require(
         page or prompt is not None or not image,
         'give --prompt QUESTION, what you ask about the picture'
     )
     with user_path():
-        place = checkpoint or newest_run()
-        if not page and prompt is None: read_example(place)
+        source = checkpoint or newest_run()
+        if not page and prompt is None:
+            read_example(source) # a UsageError if it keeps none
     if page:
         from nanovlm_nb.uses.pages import serve
-        return serve(place, max_new_tokens, host, port, model)
+        return serve(source, max_new_tokens, host, port, model)
     from nanovlm_nb.answers.answer import ask
     ask(
-        place,
+        source,
         image,
         prompt,
         max_new_tokens,
@@ -212,7 +237,8 @@ def _ask(
 
 # %% ../nbs/97_cli.ipynb #25160ab8
 @command()
-def _eval(checkpoint:Checkpoint|None, # with config.json and model.safetensors; a run, or a hub id
+def _eval(
+    checkpoint:Checkpoint|None, # with config.json and model.safetensors; a run, or a hub id
     tasks:str = '', # names and parquet files, separated by commas
     include_path:Folder|None = None, # directory with more tasks, e.g. one that --write_tasks has made
     prompts:Literal['nanovlm','plain'] = 'nanovlm', # ask benchmarks as nanoVLM or, plain, as lmms-eval
@@ -227,7 +253,8 @@ def _eval(checkpoint:Checkpoint|None, # with config.json and model.safetensors; 
     rows:Pos|None = None, # likewise: held-out rows to ask about; default: the ask_samples of the run
     # likewise: training rows on which a linear probe on the vision tower's features learns to answer, too
     probe:Count = 0,
-    json:bool = False): # likewise: a line of JSON instead of a table
+    json:bool = False, # likewise: a line of JSON instead of a table
+):
     """Evaluate a checkpoint on tasks, or whether it uses its pictures.
 
     Without --tasks: right answers about held-out rows of its run, beside those about the picture of
@@ -239,7 +266,7 @@ def _eval(checkpoint:Checkpoint|None, # with config.json and model.safetensors; 
     )
     of_tasks = dict(
         include_path=include_path,
-        prompts=prompts!='nanovlm' or None,
+        prompts=prompts if prompts!='nanovlm' else None,
         limit=limit,
         out=out,
         step=step
@@ -277,13 +304,20 @@ def _eval(checkpoint:Checkpoint|None, # with config.json and model.safetensors; 
     with user_path(): say(str(write(write_tasks)))
 
 # %% ../nbs/97_cli.ipynb #19a00012
-@command('[CONFIG.yaml | RUN] [--rows N] [--gpus N] [--smoke [N]] ',
-    more=dict(smoke=dict(nargs='?', const=3)), takes_run=True)
-def _check(vlm_cfg:VLMConfig, train_cfg:TrainConfig, run_dir:Path|None,
+@command(
+    '[CONFIG.yaml | RUN] [--rows N] [--gpus N] [--smoke [N]] ',
+    more=dict(smoke=dict(nargs='?', const=3)),
+    takes_run=True
+)
+def _check(
+    vlm_cfg:VLMConfig,
+    train_cfg:TrainConfig,
+    run_dir:Path|None,
     rows:Count = 0, # samples of training to show, with what is learned
     gpus:Pos|None = None, # ranks on this machine; None: its GPUs, else 1
     # also train so many updates (3 if no number is given)
-    smoke:Count = 0):
+    smoke:Count = 0,
+):
     """What would happen if a run began: machine, cost, data, start.
 
     A run's directory in place of CONFIG.yaml asks what `nanovlm train --resume True` would do with it,
@@ -294,12 +328,15 @@ def _check(vlm_cfg:VLMConfig, train_cfg:TrainConfig, run_dir:Path|None,
 
 # %% ../nbs/97_cli.ipynb #19a000da
 @command('[CONFIG.yaml] [--gpus N] [--gpu NAME ...] ')
-def _plan(vlm_cfg:VLMConfig, train_cfg:TrainConfig,
+def _plan(
+    vlm_cfg:VLMConfig,
+    train_cfg:TrainConfig,
     gpus:Pos = 1, # GPUs of the run
     gpu:list[str] = [*DEVICES], # kinds of GPU to plan for; an unknown one is answered with all of them
     mfu:Fraction = MFU, # share of the peak that is reached
     samples:Pos|None = None, # samples of the data set
-    epochs:Pos|None = None): # passes over the data set
+    epochs:Pos|None = None, # passes over the data set
+):
     "What a run will cost: parameters, memory, arithmetic, hours."
     for name in gpu: known_gpu(name)
     from nanovlm_nb.tools.plan import show_plan
@@ -307,13 +344,15 @@ def _plan(vlm_cfg:VLMConfig, train_cfg:TrainConfig,
 
 # %% ../nbs/97_cli.ipynb #01c7d8b9
 @command()
-def _runs(runs:list[Logged]|None, # directory of runs, or a log.jsonl; default: checkpoints
+def _runs(
+    runs:list[Logged]|None, # directory of runs, or a log.jsonl; default: checkpoints
     curves:Picture|None = None, # only draw the curves of the runs into this picture
     pth:Text|None = None, # also write the best checkpoint there as MiniMind's file, pretrain_vlm_WIDTH.pth
     # first delete checkpoints older than so many days, except the best, the newest and those in evaluation
     delete_older_than:CountF|None = None,
     delete_abandoned:bool = False, # first delete what was set aside when the run went back
-    follow:bool = False): # then a line for each new checkpoint and figure until the run ends or Ctrl-C
+    follow:bool = False, # then a line for each new checkpoint and figure until the run ends or Ctrl-C
+):
     "List runs, or show how one stands and its checkpoints, draw curves; follow a run, or tidy up."
     names = runs or ['checkpoints']
     require(
@@ -337,11 +376,13 @@ def _runs(runs:list[Logged]|None, # directory of runs, or a log.jsonl; default: 
 
 # %% ../nbs/97_cli.ipynb #19a00015
 @command()
-def _replay(run_dir:Text, # directory of the run
+def _replay(
+    run_dir:Text, # directory of the run
     update:Pos|None, # number of the update; default: the last one that was skipped
     lr_schedule:str|None = None, # MODULE:FUNCTION, the lr_schedule of the run, if it had one of its own
     custom_transforms:list[str]|None = None, # likewise
-    worst:Pos = 10): # samples to show
+    worst:Pos = 10, # samples to show
+):
     "Make one update of a run again, and look at each of its samples alone."
     with user_path(): check_run(run_dir)
     from nanovlm_nb.tools.inspect import replay
@@ -355,18 +396,19 @@ def _replay(run_dir:Text, # directory of the run
 
 # %% ../nbs/97_cli.ipynb #4723afab
 @command()
-def _export(checkpoint:Checkpoint, # or a run, SmolVLM, Idefics3, Qwen2.5-VL, hub id, adapters of peft
+def _export(
+    checkpoint:Checkpoint, # or a run, SmolVLM, Idefics3, Qwen2.5-VL, hub id, adapters of peft
     out:str, # directory to write
     # smolvlm, idefics3, qwen2_5_vl: for transformers; nanovlm: a checkpoint of ours;
     # onnx: for ONNX Runtime and transformers.js; web: a page that answers in the browser;
     # gguf: for llama.cpp;
-    # all these with adapters
-    # added to their base; peft: the adapters of a checkpoint alone
+    # all these with adapters added to their base; peft: the adapters of a checkpoint alone
     format:Format = 'smolvlm',
     model:str|None = None, # FILE.py:CLASS or MODULE:CLASS, a model of your own
     int8:bool = False, # with onnx: each file also with one byte a weight
     web_runtime:str|None = None, # with web: the package onnxruntime-web, a .tgz; default: fetch it
-    outtype:Outtype|None = None): # with gguf: f32, f16 (if left out) or q8_0, which has one byte a weight
+    outtype:Outtype|None = None, # with gguf: f32, f16 (if left out) or q8_0, which has one byte a weight
+):
     "Write a model for transformers, ONNX, the web, GGUF or nanoVLM."
     with user_path(): check_new_folder(out)
     only = dict(
@@ -392,8 +434,8 @@ def _overview()->str:
     return '\n'.join(lines)
 
 # %% ../nbs/97_cli.ipynb #421acdf0
-# command -> words of other programs
-_MEANT = dict(
+# command -> words that other programs have for it
+_SYNONYMS = dict(
     ask='generate predict chat infer inference describe caption',
     eval='test val valid validate validation evaluate benchmark score',
     export='convert save merge',
@@ -408,7 +450,7 @@ _MEANT = dict(
 }
 
 def _check_command(name:str)->None: # the first word
-    "Raises a UsageError with the command that was meant, if it is none."
+    "Raises a UsageError with the command that was meant; `name` is none."
     path = Path(name)
     meant = f'ask {name}` or `nanovlm runs {name}' if path.is_dir() else f'train {name}'
     if path.is_file() and path.suffix not in ('.yaml','.yml'):
@@ -417,15 +459,17 @@ def _check_command(name:str)->None: # the first word
         not path.exists(), f'`{name}` is no command: did you mean `nanovlm {meant}`?'
     )
     word = name.replace('-', '_').lower()
-    for command,words in _MEANT.items():
+    for command,words in _SYNONYMS.items():
         require(
             word not in words.split(),
             f'unknown command `{name}`: did you mean `nanovlm {command}`?'
         )
     check_known([name], COMMANDS, 'command')
 
-def main(argv:list[str]|None=None)->int|None: # default: those of the command line; the exit code
-    "Console script `nanovlm`, and `python -m nanovlm_nb.cli`: do what the first word says."
+def main(
+    argv:list[str]|None=None, # None: the words of the command line
+)->int|None: # the exit code
+    "Console script `nanovlm`, and `python -m nanovlm_nb.cli`: does what the first word says."
     words,debug = without_debug(argv)
     name = words[0] if words else '--help'
     if name in ('-V','--version','version'):

@@ -11,10 +11,12 @@ import sys
 import nanovlm_nb.cli as cli # by its full name, so that this file also runs by its path
 
 # %% ../nbs/98_train.ipynb #893ff1d1
-def main(argv:list[str]|None=None, # arguments; default: those of the command line
-)->int|None: # exit code: 0, or `INTERRUPTED` of `runs.start`
-    "Console script `nanovlm_train`: train as presets, YAML and flags say."
-    return cli.main(['train', *(sys.argv[1:] if argv is None else argv)])
+def main(
+    argv:list[str]|None=None, # None: the words of the command line
+)->int|None: # exit code: 0, or `INTERRUPTED` of `runs.ending`
+    "Console script `nanovlm_train`: trains as presets, YAML and flags say."
+    words = sys.argv[1:] if argv is None else argv
+    return cli.main(['train', *words])
 
 # %% ../nbs/98_train.ipynb #95e5c272
 #| eval: false

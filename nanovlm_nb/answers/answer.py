@@ -37,7 +37,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure # loaded where something is drawn
 
 # %% ../../nbs/55_answers.answer.ipynb #e6f35a6f
-def left_pad(prompts:list[list[int]], pad_id:int, device:torch.device, # token ids; of the tensors
+def left_pad(
+    prompts:list[list[int]], # token ids
+    pad_id:int,
+    device:torch.device, # of the tensors
 )->tuple[torch.Tensor,torch.Tensor]: # ids and mask, (B, T) long; the mask is 0 at padding
     "Returns prompts of unequal length as one batch."
     longest = max(map(len, prompts))
@@ -50,7 +53,10 @@ def left_pad(prompts:list[list[int]], pad_id:int, device:torch.device, # token i
     return torch.tensor(ids, device=device),torch.tensor(mask, device=device)
 
 # %% ../../nbs/55_answers.answer.ipynb #a5e40001
-def _picture_uri(picture:Image.Image, side:int)->str: # pixels of the copy's longest side; a data: URI
+def _picture_uri(
+    picture:Image.Image,
+    side:int, # pixels of the copy's longest side
+)->str: # a data: URI
     "Returns a small copy of a picture, for HTML."
     small = picture.copy()
     out = io.BytesIO()
@@ -61,7 +67,7 @@ def _picture_uri(picture:Image.Image, side:int)->str: # pixels of the copy's lon
 # %% ../../nbs/55_answers.answer.ipynb #2f3c7f8f
 class Reply(str):
     "An answer, which Jupyter shows below its pictures and its question."
-    images:Sequence[Image.Image] = () # what it is about
+    images:Sequence[Image.Image] = () # pictures it is about
     question:str|list[dict] = '' # text, or turns
     cut:bool = False # it has max_new_tokens, and would have gone on
 
@@ -72,16 +78,17 @@ class Reply(str):
         pictures = ''
         for picture in self.images:
             pictures += f'<img alt="a picture" src="{_picture_uri(picture, 160)}"> '
-        more = ' (cut at max_new_tokens)' if self.cut else ''
-        return f'<p>{pictures}</p><p>{escape(question)}<br><b>{escape(self)}</b>{more}</p>'
+        note = ' (cut at max_new_tokens)' if self.cut else ''
+        text = f'{escape(question)}<br><b>{escape(self)}</b>{note}'
+        return f'<p>{pictures}</p><p>{text}</p>'
 
 # %% ../../nbs/55_answers.answer.ipynb #a5e40011
 def standard_processor(model:VisionLanguageModel)->Any: # of its class, else of the library
     "Returns what cuts pictures for a model; a UsageError if its run had an image processor of its own."
     folder = model.folder
     parts = own_parts_of(folder.parent) if folder else ()
-    own = type(model).processor
-    if own: return own(model.cfg, ())
+    make = type(model).processor
+    if make: return make(model.cfg, ())
     require(
         'processor' not in parts,
         f'{folder} was trained with an image processor of its own: bring it in '
@@ -105,15 +112,21 @@ class Asker:
     numbered:bool = True # pictures stand as in training; else before the text, see `NanoVLM`
 
     @classmethod
-    def from_model(cls, model:VisionLanguageModel, tokenizer=None, # default: the model's own
-        processor:Any=None)->'Asker': # cuts pictures; default: as the model's config says
+    def from_model(
+        cls,
+        model:VisionLanguageModel,
+        tokenizer=None, # None: the model's own
+        processor:Any=None, # cuts pictures; None: as the model's config says
+    )->'Asker':
         "Returns an `Asker` around a model in memory."
         if processor is None: processor = standard_processor(model)
         return cls(model.eval(), tokenizer or model.tokenizer, processor)
 
     @classmethod
-    def from_checkpoint(cls, checkpoint:str|Path, # a checkpoint, a run (its best is taken), or a hub id
-        device:torch.device|str|None=None, # default: the best there is
+    def from_checkpoint(
+        cls,
+        checkpoint:str|Path, # a checkpoint, a run (its best is taken), or a hub id
+        device:torch.device|str|None=None, # None: the best there is
         processor:Any=None, # see `from_model`
         model:ModelClass=None, # of your own, see `model_class`
     )->'Asker':
@@ -131,38 +144,57 @@ class Asker:
         "Returns whether pictures stand at their marks in the text."
         return self.numbered and self.image_processor.convention!='nanovlm'
 
-    def tiles(self, images:Iterable[Image.Image]|Image.Image, # pictures, may be none; or one
-    )->tuple[list,list[str]|str]: # uint8 tiles of each picture; placeholders, see `to_messages`
+    def tiles(
+        self,
+        images:Iterable[Image.Image]|Image.Image, # one, several or none
+    )->tuple[list,list[str]|str]: # uint8 tiles of each picture, and placeholders, see `to_messages`
         "Returns what the model sees of some pictures."
         images = [images] if isinstance(images, Image.Image) else list(images)
         if not images: return [],''
         tiles,grids = zip(*map(self.image_processor, images))
-        rules = self.model.cfg.mp_image_token_length,self.image_processor.convention
+        rules = (
+            self.model.cfg.mp_image_token_length,
+            self.image_processor.convention
+        )
         if self.numbered:
             return [*tiles],image_strings(self.tokenizer, [*grids], *rules)
-        return [*tiles],''.join(
-            image_strings(self.tokenizer, [grid], *rules)[0] for grid in grids
-        )
+        joined = ''
+        for grid in grids: # each picture is announced as the only one
+            [placeholder] = image_strings(self.tokenizer, [grid], *rules)
+            joined += placeholder
+        return [*tiles],joined
 
-    def prompt(self, images:Iterable[Image.Image], # may be empty
+    def prompt(
+        self,
+        images:Iterable[Image.Image], # may be empty
         question:str|list[dict], # plain text, or turns of which the last has no 'assistant'
         start:str='', # how the answer begins; it is not repeated in the answer
     )->tuple[list[int],list]: # token ids, one stack of uint8 tiles per picture
         "Returns token ids and tiles of one question."
-        tiles,pictures = self.tiles(images)
-        return encode_prompt(
-            self.tokenizer, question, pictures, start, self.inline
-        ).tolist(),tiles
+        tiles,placeholders = self.tiles(images)
+        ids = encode_prompt(
+            self.tokenizer, question, placeholders, start, self.inline
+        )
+        return ids.tolist(),tiles
 
-    def check_length(self, n:int, max_new_tokens:int)->None: # tokens of the longest prompt, and of its answer
+    def check_length(
+        self,
+        n:int, # tokens of the longest prompt
+        max_new_tokens:int, # tokens of its answer
+    )->None:
         "Raises a UsageError where prompt and answer need more positions than the model has."
         positions = self.model.cfg.lm_max_position_embeddings
-        require(n+max_new_tokens<=positions,
-            f'{n} tokens of a prompt and {max_new_tokens} of its answer are more than the {positions} '
-            'positions of the model: give fewer or smaller pictures, fewer turns, or a lower max_new_tokens')
+        require(
+            n+max_new_tokens<=positions,
+            f'{n} tokens of a prompt and {max_new_tokens} of its answer are more than '
+            f'the {positions} positions of the model: give fewer or smaller pictures, '
+            'fewer turns, or a lower max_new_tokens'
+        )
 
-    def ends(self, stop:Sequence[str|int]=(), # texts and token ids that end an answer
-    )->tuple[list[str],list[int]]: # texts; token ids, the tokenizer's end token first
+    def ends(
+        self,
+        stop:Sequence[str|int]=(), # texts and token ids that end an answer
+    )->tuple[list[str],list[int]]: # texts, and token ids, the tokenizer's end token first
         "Returns what ends an answer; a text that is a special token counts as its id."
         special = dict(
             zip(self.tokenizer.all_special_tokens, self.tokenizer.all_special_ids)
@@ -175,16 +207,19 @@ class Asker:
             elif isinstance(end, int): tokens.append(end)
         return texts,tokens
 
-    def sampling(self, given:dict)->dict: # what the caller gave; for `sample`
+    def sampling(
+        self,
+        options:dict, # what the caller gave
+    )->dict: # keyword arguments of `sample`
         "Returns how tokens are picked: greedily, unless a rule for drawing is given."
-        if given.keys()&{'temperature','top_k','top_p'}:
-            return given
-        return dict(greedy=True)|given
+        if options.keys()&{'temperature','top_k','top_p'}:
+            return options
+        return dict(greedy=True)|options
 
     def _streams(self, questions, max_new_tokens, stop, shorten, sampling):
         "Yields the texts of a batch after each token, and when they are complete; see `stream`."
         require(questions, 'no question: give a list of (pictures, question) pairs')
-        prompts,tiles = zip(*(self.prompt(*q) for q in questions))
+        prompts,tiles = zip(*(self.prompt(*question) for question in questions))
         longest = max(map(len, prompts))
         if shorten:
             left = self.model.cfg.lm_max_position_embeddings-longest
@@ -206,8 +241,11 @@ class Asker:
         streams.finish()
         yield streams
 
-    def stream(self, questions:list[tuple], # (pictures, question or turns[, how the answer begins])
-        max_new_tokens:int=32, stop:Sequence[str|int]=(), # longest answer in tokens; see `ends`
+    def stream(
+        self,
+        questions:list[tuple], # (pictures, question or turns[, how the answer begins])
+        max_new_tokens:int=32, # longest answer in tokens
+        stop:Sequence[str|int]=(), # see `ends`
         shorten:bool=False, # make fewer where the model has no positions left, in place of an error
         **sampling, # `temperature`, `top_k` and others of `sample`; greedy when nothing is given
     )->Iterator[list[str]]: # what each answer adds to its text, without special tokens
@@ -217,9 +255,12 @@ class Asker:
         ):
             yield streams.pieces
 
-    def __call__(self, questions:list[tuple]|Image.Image, # see `stream`; or a picture, its question behind it
-        max_new_tokens:int|str=32, # longest answer in tokens; behind a picture the question
-        stop:Sequence[str|int]=(), **sampling, # see `stream`
+    def __call__(
+        self,
+        questions:list[tuple]|Image.Image, # see `stream`; or a picture
+        max_new_tokens:int|str=32, # longest answer in tokens; after a picture its question
+        stop:Sequence[str|int]=(), # see `ends`
+        **sampling, # see `stream`
     )->list[Reply]: # answers without special tokens
         "Answers several questions in one batch, or one about one picture."
         if isinstance(max_new_tokens, str):
@@ -230,7 +271,10 @@ class Asker:
             reply.cut = not ended
         return replies
 
-    def score(self, images:Iterable[Image.Image], question:str|list[dict], # as in `prompt`
+    def score(
+        self,
+        images:Iterable[Image.Image], # may be empty
+        question:str|list[dict], # as in `prompt`
         choices:Sequence[str], # possible answers
     )->list[float]: # log-probability of each as the whole answer, its end included
         "Returns how likely each choice is; all are read in one batch."
@@ -238,22 +282,30 @@ class Asker:
         turns = [(images, question, choice) for choice in choices]
         return [-loss for loss,_ in answer_losses(self, turns, True)]
 
-    def logps(self, turns:list[tuple], # (pictures, question or turns, answer: text, or `Sampled`)
+    def logps(
+        self,
+        turns:list[tuple], # (pictures, question or turns, answer: text, or `Sampled`)
         grad:bool=False, # keep the graph, so that a loss made of them can be differentiated
     )->list[torch.Tensor]: # of each answer: one log-probability for each token, its end included
         "Returns how likely each token of some answers is; all are read in one batch."
         with torch.set_grad_enabled(grad):
-            scores,targets,row = _target_scores(self, turns)
-            found = scores.log_softmax(-1).gather(1, targets[:,None])[:,0]
-        return [*found.split(row.bincount(minlength=len(turns)).tolist())]
+            scores,targets,turn = _target_scores(self, turns)
+            logps = scores.log_softmax(-1).gather(1, targets[:,None])[:,0]
+        counts = turn.bincount(minlength=len(turns)) # tokens of each answer
+        return [*logps.split(counts.tolist())]
 
-    def sample(self, questions:list[tuple], n:int=8, # (pictures, question); answers to each
-        temperature:float=1., max_new_tokens:int=32, # of the scores; of the longest answer
+    def sample(
+        self,
+        questions:list[tuple], # (pictures, question)
+        n:int=8, # answers to each
+        temperature:float=1., # by which the scores are divided
+        max_new_tokens:int=32, # longest answer in tokens
         generator:torch.Generator|None=None, # of the draws; None: torch's
     )->list[list['Sampled']]:
         "Draws answers from the distribution that `logps` rates: no token is left out."
-        asked = [self.prompt(*question) for question in questions]
-        prompts,tiles = zip(*(one for one in asked for _ in range(n)))
+        encoded = [self.prompt(*question) for question in questions]
+        repeated = [one for one in encoded for _ in range(n)]
+        prompts,tiles = zip(*repeated)
         ids,mask = left_pad(prompts, self.tokenizer.pad_token_id, self.device)
         self.check_length(ids.shape[1], max_new_tokens)
         end = self.tokenizer.eos_token_id
@@ -276,44 +328,59 @@ class Asker:
                 tokens = tokens[:tokens.index(picture)] # nobody can read it
             text = self.tokenizer.decode(tokens, skip_special_tokens=True)
             answers.append(Sampled(tokens, text.strip()))
-        return [answers[at:at+n] for at in range(0, len(answers), n)]
+        return [answers[first:first+n] for first in range(0, len(answers), n)]
 
     @torch.no_grad()
-    def embed(self, pictures:Sequence|None=None, # each what `ask` takes, one or several; None: texts alone
+    def embed(
+        self,
+        pictures:Sequence|None=None, # each what `ask` takes, one or several; None: texts alone
         texts:Sequence[str]|None=None, # None: pictures alone
     )->torch.Tensor: # (n, lm_hidden_dim)
         """Returns a vector for each picture (the mean of its image tokens), text, or pair of both (the last
         hidden state)."""
         count = len(pictures if pictures is not None else texts or ())
-        shown = pictures if pictures is not None else [()]*count
+        if pictures is None: pictures = [()]*count
         require(
             count and (texts is None or len(texts)==count),
             'give pictures, texts, or as many texts as pictures'
         )
         white = self.model.cfg.pixel_max
         vectors = []
-        for picture,text in zip(shown, texts or ['']*count):
+        for picture,text in zip(pictures, texts or ['']*count):
             images = [open_image(as_picture(one), white) for one in as_list(picture)]
             ids,tiles = self.prompt(images, text)
             row = torch.tensor([ids], device=self.device)
             if texts is None:
-                read = self.model.embed(row, [tiles])[row==self.model.cfg.image_token_id]
-                vectors.append(read.mean(0))
+                is_image_token = row==self.model.cfg.image_token_id
+                image_tokens = self.model.embed(row, [tiles])[is_image_token]
+                vectors.append(image_tokens.mean(0))
             else: vectors.append(self.model.hidden(row, [tiles])[0,-1])
         return torch.stack(vectors)
 
-    def save(self, folder:str|Path)->Path: # made if missing; itself
+    def save(
+        self,
+        folder:str|Path, # made if missing
+    )->Path: # `folder`
         "Writes the model as it is in memory, for `load`."
         self.model.save_pretrained(folder, self.tokenizer)
         return Path(folder)
 
-    def push_to_hub(self, repo_id:str, private:bool=True, api:Any=None)->None: # owner/name; an `HfApi`
+    def push_to_hub(
+        self,
+        repo_id:str, # owner/name
+        private:bool=True,
+        api:Any=None, # an `HfApi`; None: the usual one
+    )->None:
         "Uploads the model as it is in memory, with a card."
         self.model.push_to_hub(repo_id, private, self.tokenizer, api)
 
-    def ask(self, pictures, question:str|list[dict], # PIL images, arrays, paths, one or several; see `prompt`
+    def ask(
+        self,
+        pictures, # PIL images, arrays, paths, one or several
+        question:str|list[dict], # see `prompt`
         choices:Sequence[str]|None=None, # possible answers; of equally likely ones the first is taken
-        max_new_tokens:int=32, **sampling, # see `stream`
+        max_new_tokens:int=32, # longest answer in tokens
+        **sampling, # see `stream`
     )->Reply: # the text; Jupyter shows it beside the pictures
         "Answers one question, freely or with the most likely of some choices."
         white = self.model.cfg.pixel_max
@@ -356,28 +423,30 @@ class Asker:
 
 # %% ../../nbs/55_answers.answer.ipynb #a5e40008
 def _with_answers(asker, turns, template):
-    "Ids, labels and tiles of each."
+    "Yields ids, labels and tiles of each turn, see `answer_losses`."
     tokenizer = asker.tokenizer
-    known = {}
+    known = {} # ids of pictures -> their tiles and placeholders, and the pictures
     for images,question,answer in turns:
         *before,last = [dict(user=question)] if isinstance(question, str) else question
         images = [images] if isinstance(images, Image.Image) else list(images)
         key = tuple(map(id, images))
         if key not in known:
-            known[key] = *asker.tiles(images),images # they live as long as their ids count
-        tiles,pictures,_ = known[key]
+            known[key] = *asker.tiles(images),images # kept, so that no other object gets their ids
+        tiles,placeholders,_ = known[key]
         if isinstance(answer, Sampled):
-            prompt = encode_prompt(tokenizer, [*before, last], pictures, inline=asker.inline)
+            prompt = encode_prompt(
+                tokenizer, [*before, last], placeholders, inline=asker.inline
+            )
             ids = torch.cat([prompt, torch.tensor(answer.ids)])
             labels = torch.full_like(ids, IGNORE)
             labels[len(prompt)-1:-1] = ids[len(prompt):]
             yield ids,labels,tiles
             continue
         answered = [*before, last|dict(assistant=answer)]
-        ids,labels = encode_chat(tokenizer, answered, pictures, asker.inline)
+        ids,labels = encode_chat(tokenizer, answered, placeholders, asker.inline)
         if before:
             prompt = encode_prompt(
-                tokenizer, [*before, last], pictures, inline=asker.inline
+                tokenizer, [*before, last], placeholders, inline=asker.inline
             )
             labels[:len(prompt)-1] = IGNORE
         ends = (labels==tokenizer.eos_token_id).nonzero()
@@ -385,9 +454,12 @@ def _with_answers(asker, turns, template):
         yield ids,labels,tiles
 
 # %% ../../nbs/55_answers.answer.ipynb #a5e40009
-def _target_scores(asker:Asker, turns:list[tuple], template:bool=False, # see `answer_losses`
+def _target_scores(
+    asker:Asker,
+    turns:list[tuple], # see `answer_losses`
+    template:bool=False, # likewise
 )->tuple[torch.Tensor,torch.Tensor,torch.Tensor]: # (n, vocabulary) scores, (n,) targets, (n,) their turns
-    "Reads some answers in one batch."
+    "Reads some answers in one batch, of n tokens together."
     require(turns, 'there is no answer to rate: give one or more')
     rows = list(_with_answers(asker, turns, template))
     asker.check_length(max(len(ids) for ids,*_ in rows), 0)
@@ -401,29 +473,38 @@ def _target_scores(asker:Asker, turns:list[tuple], template:bool=False, # see `a
     return scores,labels[is_target],is_target.nonzero()[:,0]
 
 @torch.no_grad()
-def answer_losses(asker:Asker, turns:list[tuple], # (pictures, question or turns, answer)
+def answer_losses(
+    asker:Asker,
+    turns:list[tuple], # (pictures, question or turns, answer)
     template:bool=False, # also count what the template writes behind the end token
-)->list[tuple[float,bool]]: # sum of the losses of the answer's tokens; whether it is the greedy answer
+)->list[tuple[float,bool]]: # sum of the losses of the answer's tokens, whether it is the greedy answer
     "Rates some answers, all in one batch."
-    scores,targets,row = _target_scores(asker, turns, template)
+    scores,targets,turn = _target_scores(asker, turns, template)
     losses = torch.nn.functional.cross_entropy(scores, targets, reduction='none')
     wrong = (scores.argmax(-1)!=targets).float()
     zeros = torch.zeros(len(turns), device=asker.device)
-    sums = zeros.index_add(0, row, losses).tolist()
-    is_greedy = (zeros.index_add(0, row, wrong)==0).tolist()
+    sums = zeros.index_add(0, turn, losses).tolist()
+    is_greedy = (zeros.index_add(0, turn, wrong)==0).tolist()
     return list(zip(sums, is_greedy))
 
 # %% ../../nbs/55_answers.answer.ipynb #9feaf652
 class Chat:
     "A conversation about some pictures, in which nothing is read twice."
-    def __init__(self, asker:Asker, images:Iterable[Image.Image]=()): # the model; what it is about
+    def __init__(
+        self,
+        asker:Asker, # the model
+        images:Iterable[Image.Image]=(), # pictures it is about
+    ):
         self.asker = asker
         self.turns = []
         self.tiles,self.pictures = asker.tiles(images)
         self.known = []                # token ids that the reader has read
         self.reader:Reader|None = None # none has begun
 
-    def shared(self, ids:list[int])->int: # of the whole conversation; tokens: all image tokens, or none
+    def shared(
+        self,
+        ids:list[int], # of the whole conversation
+    )->int: # at least up to the last image token, or 0
         "Returns how many tokens at the beginning were read before."
         shared = 0
         for token,known in zip(ids[:-1], self.known):
@@ -431,9 +512,13 @@ class Chat:
             shared += 1
         return 0 if self.asker.model.cfg.image_token_id in ids[shared:] else shared
 
-    def stream(self, question:str, max_new_tokens:int=32, stop:Sequence[str|int]=(),
-        **sampling,
-    )->Iterator[str]: # pieces of the answer; the arguments are those of `Asker.stream`
+    def stream(
+        self,
+        question:str,
+        max_new_tokens:int=32, # longest answer in tokens
+        stop:Sequence[str|int]=(), # see `Asker.ends`
+        **sampling, # see `Asker.stream`
+    )->Iterator[str]: # pieces of the answer
         "Asks the next question, and yields the answer; only an answer heard to its end is remembered."
         asker = self.asker
         turns = [*self.turns, dict(user=question)]
@@ -452,9 +537,16 @@ class Chat:
         texts,tokens = asker.ends(stop)
         row = torch.tensor([ids[shared:]], device=asker.device)
         streams = TextStreams(asker.tokenizer, 1, texts, tokens)
-        for new in asker.model.stream(row, tiles, None, max_new_tokens, tokens,
+        for new in asker.model.stream(
+            row,
+            tiles,
+            None,
+            max_new_tokens,
+            tokens,
             ended=streams,
-                reader=self.reader, **asker.sampling(sampling)):
+            reader=self.reader,
+            **asker.sampling(sampling)
+        ):
             # the model reads a token when the next one is asked for
             self.known = self.known+unread
             unread = new.tolist()
@@ -472,9 +564,9 @@ class Chat:
 # %% ../../nbs/55_answers.answer.ipynb #4e55d497
 @dataclass
 class Result:
-    "One question that was asked."
+    "A question, and the answers to it."
     kind:str # kind of question, or the sample's source
-    images:list # pictures it was about
+    images:list # pictures it is about
     question:str # as asked
     answer:str # reference answer
     reply:str='' # the model's answer
@@ -512,10 +604,13 @@ def questions_of(rows:Iterable[dict], # samples with `images`, `texts`, and perh
     return results
 
 # %% ../../nbs/55_answers.answer.ipynb #09a0ee6a
-LONGEST = 32 # tokens of an answer at most, unless it is said
+LONGEST = 32 # tokens of an answer at most, unless a caller gives another number
 
-def answer_all(asker:Asker, results:list[Result], # from `questions_of`; `reply` is filled in
-    batch_size:int=128, max_new_tokens:int=LONGEST, # questions asked together; longest answer in tokens
+def answer_all(
+    asker:Asker,
+    results:list[Result], # from `questions_of`; `reply` is filled in
+    batch_size:int=128, # questions asked together
+    max_new_tokens:int=LONGEST, # longest answer in tokens
 )->list[Result]: # `results`
     "Asks all questions, batch by batch."
     for start in range(0, len(results), batch_size):
@@ -528,8 +623,11 @@ def answer_all(asker:Asker, results:list[Result], # from `questions_of`; `reply`
     return results
 
 # %% ../../nbs/55_answers.answer.ipynb #0211e668
-def tally_kinds(kinds:list[str], right:list[bool])->dict[str,tuple[int,int]]: # of each question
-    "Returns how many are right and how many there are, by kind, last 'all'."
+def tally_kinds(
+    kinds:list[str], # of each question
+    right:list[bool], # whether it was answered right
+)->dict[str,tuple[int,int]]: # kind -> (right, asked), last 'all'
+    "Counts right answers by kind of question."
     require(kinds, 'no result to count: ask some questions first')
     by_kind = {kind:[] for kind in sorted(set(kinds))}
     for kind,is_right in zip(kinds, right):
@@ -537,15 +635,19 @@ def tally_kinds(kinds:list[str], right:list[bool])->dict[str,tuple[int,int]]: # 
     by_kind['all'] = right
     return {kind:(sum(rights), len(rights)) for kind,rights in by_kind.items()}
 
-def accuracy(results:list[Result])->dict[str,tuple[int,int]]: # answered; kind -> (right, asked), last 'all'
+def accuracy(
+    results:list[Result], # answered
+)->dict[str,tuple[int,int]]: # kind -> (right, asked), last 'all'
     "Returns exact matches by kind of question."
     return tally_kinds(
         [result.kind for result in results], [result.right for result in results]
     )
 
 # %% ../../nbs/55_answers.answer.ipynb #701efd85
-def accuracy_table(columns:dict[str,dict])->str: # heading -> kind -> (right, asked); one line a kind
-    "Accuracies side by side, in per cent; a kind that a column does not have is a dash there."
+def accuracy_table(
+    columns:dict[str,dict], # heading -> kind -> (right, asked)
+)->str: # a line for each kind
+    "Returns accuracies side by side, in per cent; a kind that a column does not have is a dash there."
     kinds = columns['answers']
     first = max(12, *(len(shorten(kind, 40)) for kind in kinds))
     widths = [-first, 7, *(max(12, len(name)+2) for name in columns)]
@@ -560,9 +662,11 @@ def accuracy_table(columns:dict[str,dict])->str: # heading -> kind -> (right, as
 
 # %% ../../nbs/55_answers.answer.ipynb #49254a86
 @styled()
-def plot_answers(results:list[Result], # answered; those with a picture are drawn
+def plot_answers(
+    results:list[Result], # answered; those with a picture are drawn
     path:str|Path|None=None, # file to write, for example samples.png
-    n:int=12, columns:int=4, # most questions to draw; pictures in a row
+    n:int=12, # questions to draw at most
+    columns:int=4, # pictures in a row
 )->'Figure':
     "Draws pictures with question, answer and, where it differs, the right answer."
     from matplotlib.figure import Figure
@@ -587,8 +691,11 @@ def plot_answers(results:list[Result], # answered; those with a picture are draw
     return finished(fig, path)
 
 # %% ../../nbs/55_answers.answer.ipynb #761a09fe
-def keep_example(run_dir:Path, row:dict)->None: # held out, with one picture; see `read_example`
-    "Writes picture, question and right answer of a row into a run's directory."
+def keep_example(
+    run_dir:Path,
+    row:dict, # held out, with one picture
+)->None:
+    "Writes picture, question and right answer of a row into a run's directory, for `read_example`."
     png = io.BytesIO()
     turn = row['texts'][0]
     row['images'][0].convert('RGB').save(png, 'PNG')
@@ -601,11 +708,19 @@ def keep_example(run_dir:Path, row:dict)->None: # held out, with one picture; se
 # %% ../../nbs/55_answers.answer.ipynb #0e55b41d
 _TOGETHER = 16 # questions that are read in one batch
 
-def ask(checkpoint:str|Path, image:Sequence[str]=(), # a run, a checkpoint, or a hub id; files
+def ask(
+    checkpoint:str|Path, # a run, a checkpoint, or a hub id
+    image:Sequence[str]=(), # picture files
     prompt:str|None=None, # question; '-': each line of the standard input; None: the one that a run keeps
-    max_new_tokens:int=64, temperature:float=0., top_k:int=50, top_p:float=.9, # see `Asker.stream`
-    stop:Sequence[str]=(), seed:int=0, as_json:bool=False, # ends of an answer; a JSON line for each
-    model:ModelClass=None)->None: # of your own, see `model_class`
+    max_new_tokens:int=64, # longest answer in tokens
+    temperature:float=0., # of the draws; 0: the likeliest token
+    top_k:int=50, # tokens to draw from at most
+    top_p:float=.9, # probability of the tokens to draw from, together
+    stop:Sequence[str]=(), # texts that end an answer
+    seed:int=0, # of the draws
+    as_json:bool=False, # a line of JSON for each answer
+    model:ModelClass=None, # of your own, see `model_class`
+)->None:
     "Prints the answers of a checkpoint to questions about some pictures."
     right = None
     questions:list = [prompt]
@@ -642,4 +757,6 @@ def ask(checkpoint:str|Path, image:Sequence[str]=(), # a run, a checkpoint, or a
                 text = f'{image[0]}: {question}\n{text}\n(the right answer: {right})'
             say(text)
         if any(reply.cut for reply in replies) and not as_json:
-            sys.stderr.write(f'cut after {max_new_tokens} tokens: --max_new_tokens allows more\n')
+            sys.stderr.write(
+                f'cut after {max_new_tokens} tokens: --max_new_tokens allows more\n'
+            )

@@ -36,24 +36,26 @@ from .answer import questions_of,tally_kinds
 # %% ../../nbs/56_answers.look.ipynb #31a00002
 def _pixels(picture): return picture.size,picture.tobytes()
 
-def other_pictures(rows:list[dict])->list[dict]|None: # with decoded `images`; None: there is only one picture
+def other_pictures(
+    rows:list[dict], # with decoded `images`
+)->list[dict]|None: # None: there is only one picture
     "Returns the same rows, each with the pictures of the rows that follow it."
     pool = []
     for row in rows:
         pool += [(picture,_pixels(picture)) for picture in row['images'] or []]
     if len({pixels for _,pixels in pool})<2: return None
     others = []
-    place = 0
+    end = 0 # of the row's pictures in the pool
     for row in rows:
-        own = row['images'] or []
-        mine = {pixels for _,pixels in pool[place:place+len(own)]}
-        place += len(own)
+        count = len(row['images'] or [])
+        own = {pixels for _,pixels in pool[end:end+count]}
+        end += count
         following = (
             picture
-            for picture,pixels in pool[place:]+pool[:place]
-            if pixels not in mine
+            for picture,pixels in pool[end:]+pool[:end] # in a circle
+            if pixels not in own
         )
-        others.append(row|dict(images=list(islice(following, len(own)))))
+        others.append(row|dict(images=list(islice(following, count))))
     return others
 
 # %% ../../nbs/56_answers.look.ipynb #31a00006
@@ -66,7 +68,11 @@ class Scores(dict):
         return right/asked
 
 # %% ../../nbs/56_answers.look.ipynb #31a000a6
-def _losses(asker:Asker, results:list[Result], batch_size:int)->list[float]: # of the right answers
+def _losses(
+    asker:Asker,
+    results:list[Result],
+    batch_size:int, # questions read together
+)->list[float]: # of each right answer
     "Returns how unlikely a model finds each right answer."
     losses = []
     for start in range(0, len(results), batch_size):
@@ -75,38 +81,44 @@ def _losses(asker:Asker, results:list[Result], batch_size:int)->list[float]: # o
         losses += [loss for loss,_ in answer_losses(asker, turns)]
     return losses
 
-def compare_answers(asker:Asker, rows:list[dict], # with decoded `images`
-    batch_size:int=128)->tuple[Scores,list[Result]]: # heading -> kind, or 'all' -> (right, asked)
-    "Returns the table of right answers and of what can be had without looking, and the answered questions."
-    seen = answer_all(asker, questions_of(rows), batch_size)
-    scores = {'answers':accuracy(seen)}
+def compare_answers(
+    asker:Asker,
+    rows:list[dict], # with decoded `images`
+    batch_size:int=128, # questions asked together
+)->tuple[Scores,list[Result]]: # the table, and the answered questions
+    "Counts right answers, and what can be had without looking."
+    answered = answer_all(asker, questions_of(rows), batch_size)
+    scores = {'answers':accuracy(answered)}
     others = other_pictures(rows)
     if others:
         exchanged = answer_all(asker, questions_of(others), batch_size)
         scores['another picture'] = accuracy(exchanged)
     guesses = blind_guesses(
-        [(result.kind, result.question, result.answer) for result in seen]
+        [(result.kind, result.question, result.answer) for result in answered]
     )
     kinds = []
     right = []
-    for guess,result in zip(guesses, seen):
+    for guess,result in zip(guesses, answered):
         kinds.append(result.kind)
         right.append(guess==result.answer)
     scores['blind guess'] = tally_kinds(kinds, right)
     if others:
         kinds = []
         helped = []
-        own = _losses(asker, seen, batch_size)
-        other = _losses(asker, exchanged, batch_size)
-        for result,loss,loss_of_other in zip(seen, own, other):
+        own_losses = _losses(asker, answered, batch_size)
+        other_losses = _losses(asker, exchanged, batch_size)
+        for result,own,other in zip(answered, own_losses, other_losses):
             if not result.images: continue
             kinds.append(result.kind)
-            helped.append(loss<loss_of_other)
+            helped.append(own<other)
         scores['picture helps'] = tally_kinds(kinds, helped)
-    return Scores(scores),seen
+    return Scores(scores),answered
 
 # %% ../../nbs/56_answers.look.ipynb #31a000e0
-def decoded_rows(rows:Any, white:float|None=None)->list[dict]: # as `train` takes them; see `open_image`
+def decoded_rows(
+    rows:Any, # as `train` takes them
+    white:float|None=None, # see `open_image`
+)->list[dict]:
     "Returns rows of your own with decoded pictures."
     decoded = []
     for row in own_rows(rows):
@@ -114,7 +126,10 @@ def decoded_rows(rows:Any, white:float|None=None)->list[dict]: # as `train` take
         decoded.append(row|dict(images=images))
     return decoded
 
-def exact_match(rows:Any, batch_size:int=128)->Judge: # as `train` takes them; questions asked together
+def exact_match(
+    rows:Any, # as `train` takes them
+    batch_size:int=128, # questions asked together
+)->Judge:
     "Returns a judge: the share of questions about these rows that the model answers exactly right."
     questions = questions_of(decoded_rows(rows))
     def by(trainer):
@@ -136,27 +151,38 @@ def verdict(scores:dict[str,dict])->str: # from `compare_answers`; '': the answe
     "Returns what is wrong with the answers, in a sentence."
     right,count = scores['answers']['all']
     rivals = [name for name in _WITHOUT_LOOKING if name in scores]
-    best = max(rivals, key=lambda name: scores[name]['all'][0])
-    rival = scores[best]['all'][0]
+    def right_of(column):
+        right,_ = scores[column]['all']
+        return right
+    best = max(rivals, key=right_of)
+    rival = right_of(best)
     share = (rival+1)/(count+2) # never 0 or 1: a few questions prove little
-    chance = 1+2*sqrt(count*share*(1-share))
+    chance = 1+2*sqrt(count*share*(1-share)) # two standard deviations of a binomial count, and 1
     if right-rival>chance: return ''
     if right==count:
-        return (f'{count} questions are too few to tell whether the model uses its pictures: all are '
-            f'right, and {rival} {_WITHOUT_LOOKING[best]}; set more rows aside (val_size)')
+        return (
+            f'{count} questions are too few to tell whether the model uses its '
+            f'pictures: all are right, and {rival} {_WITHOUT_LOOKING[best]}; '
+            'set more rows aside (val_size)'
+        )
     text = (
         f'the answers do not beat guessing: {right} of {count} are right, and {rival} '
         f'{_WITHOUT_LOOKING[best]} (a difference of up to {chance:.0f} is chance)'
     )
     helped,pairs = scores.get('picture helps', {}).get('all', (0,0))
     if helped-pairs/2<=sqrt(pairs): return text
-    return (f'{text}. Yet the pictures count: in {helped} of {pairs} questions the right answer is likelier '
-        'with its own picture than with another')
+    return (
+        f'{text}. Yet the pictures count: in {helped} of {pairs} questions the right '
+        'answer is likelier with its own picture than with another'
+    )
 
 # %% ../../nbs/56_answers.look.ipynb #31a00102
-def known_answers(asker:Asker, rows:list[dict], # with decoded `images`
-    batch_size:int=32)->tuple[int,int]: # (right, asked)
-    "Returns how many answers of some rows a model gives, word for word, each after the turns before it."
+def known_answers(
+    asker:Asker,
+    rows:list[dict], # with decoded `images`
+    batch_size:int=32, # answers read together
+)->tuple[int,int]: # answers that the model gives word for word, and all
+    "Counts the answers of some rows that a model gives, each after the turns before it."
     turns = []
     for row in rows:
         images = list(row['images'] or [])
@@ -172,53 +198,69 @@ def known_answers(asker:Asker, rows:list[dict], # with decoded `images`
 
 # %% ../../nbs/56_answers.look.ipynb #a14c0c5f
 @torch.no_grad()
-def _mean_patch(asker, result): # of a question with a picture or more
-    "The mean of the features that the vision tower has of their patches, `vit_hidden_dim` numbers."
+def _mean_patch(asker, result): # whose question is about a picture or more
+    "Returns the mean of the features of their patches from the vision tower, `vit_hidden_dim` numbers."
     ids,tiles = asker.prompt(result.images, '')
-    places = asker.model.layout_of(torch.tensor([ids]), images=tiles).tiles
-    known = asker.model.features # where the run has kept them
     stacked = stack_tiles(tiles)
-    seen = known(stacked) if known else asker.model.see(stacked, places)
-    return seen.flatten(0, -2).mean(0).tolist()
+    cache = asker.model.features # of the run; None: it keeps none
+    if cache:
+        features = cache(stacked)
+    else:
+        layout = asker.model.layout_of(torch.tensor([ids]), images=tiles)
+        features = asker.model.see(stacked, layout.tiles)
+    return features.flatten(0, -2).mean(0).tolist()
 
-def probe(asker:Asker, train_rows:list, rows:list, # samples with decoded `images`: to learn from; held out
+def probe(
+    asker:Asker,
+    train_rows:list, # samples to learn from, with decoded `images`
+    rows:list, # held-out samples, likewise
 )->dict: # kind of question, or 'all' -> (right, asked), of questions about pictures
-    "Returns how many answers a logistic regression for each question finds from the tower's features alone."
+    "Counts the answers that a logistic regression for each question finds from the tower's features alone."
     require(
         find_spec('sklearn'),
         'a linear probe needs scikit-learn: pip install scikit-learn'
     )
     from sklearn.linear_model import LogisticRegression # only here
-    known,asked = (
+    examples,questions = (
         questions_of(row for row in part if row['images']) for part in (train_rows,rows)
     )
-    for question in {result.question for result in asked}:
-        learn = [result for result in known if result.question==question]
-        answers = [result.answer for result in learn]
+    for question in {result.question for result in questions}:
+        alike = [example for example in examples if example.question==question]
+        answers = [example.answer for example in alike]
         if len({*answers})<2:
             continue # there is nothing to tell apart
-        fit = LogisticRegression(max_iter=1000).fit([_mean_patch(asker, r) for r in learn], answers)
-        for result in asked:
+        features = [_mean_patch(asker, example) for example in alike]
+        regression = LogisticRegression(max_iter=1000).fit(features, answers)
+        for result in questions:
             if result.question==question:
-                result.reply = fit.predict([_mean_patch(asker, result)])[0]
-    return accuracy(asked)
+                [result.reply] = regression.predict([_mean_patch(asker, result)])
+    return accuracy(questions)
 
 # %% ../../nbs/56_answers.look.ipynb #31a00014
-def held_out_rows(val:Any, n:int, vlm_cfg:VLMConfig)->list[dict]: # loader of validation; at most so many
+def held_out_rows(
+    val:Any, # the loader of validation
+    n:int, # rows at most
+    vlm_cfg:VLMConfig,
+)->list[dict]:
     "Returns held-out rows, with decoded pictures, that a model can be asked about."
     if not n: return []
-    longest = vlm_cfg.lm_max_position_embeddings-LONGEST
+    longest = vlm_cfg.lm_max_position_embeddings-LONGEST # tokens of a prompt
     samples = copy(getattr(val, 'samples', None)) # with the same `drops`
     if samples is not None:
         samples.max_sample_length = min(samples.max_sample_length or longest, longest)
     return first_rows(val.source, n, samples)
 
 # %% ../../nbs/56_answers.look.ipynb #df01578a
-def look_at_checkpoint(checkpoint:str|Path, # or a run, or a hub id
-    config:str|Path|None=None, rows:int|None=None, # names the data; held-out rows; None: as in the run
-    as_json:bool=False, device:str|None=None, batch_size:int=64, # None: the best there is
+def look_at_checkpoint(
+    checkpoint:str|Path, # or a run, or a hub id
+    config:str|Path|None=None, # YAML file that names the data; None: that of the run
+    rows:int|None=None, # held-out rows to ask about; None: as many as the run asks
+    as_json:bool=False, # a line of JSON in place of the table
+    device:str|None=None, # None: the best there is
+    batch_size:int=64, # questions asked together
     probe_rows:int=0, # training rows for a linear probe; 0: none
-    model:ModelClass=None)->None: # of your own, see `model_class`
+    model:ModelClass=None, # of your own, see `model_class`
+)->None:
     "Prints the table of right answers about held-out rows, and what is wrong with them."
     asker = Asker.from_checkpoint(checkpoint, device, model=model)
     if not config and asker.run_dir:
@@ -238,17 +280,20 @@ def look_at_checkpoint(checkpoint:str|Path, # or a run, or a hub id
     )
     count = rows or cfg.ask_samples or TrainConfig.ask_samples
     held_out = held_out_rows(val, count, asker.model.cfg)
-    require(held_out,
-        f'{config}: no held-out row can be asked about: {val.drops.blame or "val_size is 0"}')
+    require(
+        held_out,
+        f'{config}: no held-out row can be asked about: '
+        f'{val.drops.blame or "val_size is 0"}'
+    )
     scores,_ = compare_answers(asker, held_out, batch_size)
     if probe_rows:
         loaders = loaders_of(cfg, Path(config).parent)
-        train = loaders(cfg, asker.model.cfg, tokenizer=asker.tokenizer)[0]
-        known = held_out_rows(train, probe_rows, asker.model.cfg)
-        scores['linear probe'] = probe(asker, known, held_out)
+        train,_ = loaders(cfg, asker.model.cfg, tokenizer=asker.tokenizer)
+        train_rows = held_out_rows(train, probe_rows, asker.model.cfg)
+        scores['linear probe'] = probe(asker, train_rows, held_out)
     if as_json:
         say(json.dumps(scores))
         return
     say(accuracy_table(scores))
-    wrong = verdict(scores)
-    if wrong: say(wrong)
+    judgement = verdict(scores)
+    if judgement: say(judgement)

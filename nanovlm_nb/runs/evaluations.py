@@ -20,7 +20,7 @@ from ..core.run_dir import lock_file,LOG,open_own,read_log,RESULTS
 from ..core.config import TrainConfig
 from ..core.dist import Dist
 from ..core.logs import EVAL_AXIS,RunLog
-from ..answers.tasks import _NOTHING,_read_result,_result_values,choose_eval_backend
+from ..answers.tasks import NO_RESULTS,read_result,merged_results,choose_eval_backend
 from ..answers.tasks import result_files,task_names,write_json
 
 # %% ../../nbs/60_runs.evaluations.ipynb #25911849
@@ -292,7 +292,7 @@ def _new_results(
             version = (status.st_mtime_ns,status.st_size)
             if evals.seen.get(path)==version: continue
             evals.seen[path] = version
-            figures = _read_result(path)
+            figures = read_result(path)
         except (ValueError, OSError, RecursionError) as e:
             logger.warning(f'{path} cannot be read ({type(e).__name__}: {e}): left for later')
             continue
@@ -393,7 +393,7 @@ def keep_results(
         checkpoint=str(evals.run_dir/f'step_{step}'),
         limit=evals.cfg.lmms_eval_limit
     )
-    write_json(evals.file(step, 'json'), _result_values(head|_NOTHING, results))
+    write_json(evals.file(step, 'json'), merged_results(head|NO_RESULTS, results))
 
 # %% ../../nbs/60_runs.evaluations.ipynb #3a7c0e07
 _PAUSE_S = 1. # between two looks

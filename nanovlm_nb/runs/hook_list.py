@@ -25,12 +25,16 @@ class Evaluate(Hook):
     "Has checkpoints evaluated every `every` updates, here or beside the run, and logs the results."
     order = 40
 
-    def __init__(self, every:int, when:Sequence[int]=()): # updates, 0: never; when to look for results
+    def __init__(
+        self,
+        every:int, # updates between evaluations; 0: none
+        when:Sequence[int]=(), # intervals, in updates, at which results are looked for
+    ):
         self.every = every
         self.when = when
         self.evals:Evaluations|None = None # of a run whose checkpoints are evaluated; rank 0 has it
-        self.tasks = '' # of all ranks, as is
-        self.ask:Callable|None = None # `evaluate_tasks`; None: other processes do
+        self.tasks = '' # their names, separated by commas; every rank has it
+        self.ask:Callable|None = None # `evaluate_tasks`, likewise; None: other processes evaluate
 
     def is_due(self, step:int)->bool:
         "Returns whether the checkpoint of an update is to be evaluated."
@@ -53,8 +57,10 @@ class Evaluate(Hook):
         "Evaluates the model if that is due, and logs a result now and then."
         if trainer.stop: return
         if self.is_due(trainer.step): self.evaluate(trainer)
-        look = any(n>0 and trainer.step%n==0 for n in self.when)
-        if trainer.update and look:
+        look_now = any(
+            interval>0 and trainer.step%interval==0 for interval in self.when
+        )
+        if trainer.update and look_now:
             collect_evals(self.evals, trainer.log, trainer.step)
 
     def evaluate(self, trainer:Trainer)->None: # the result is collected as others are
@@ -66,11 +72,11 @@ class Evaluate(Hook):
         if not trainer.dist.any(missing): return
         features = base.features
         base.features = None # the pictures of a benchmark are not those of the run
-        stance:Any = nullcontext()
-        if trainer.compiled:
-            stance = torch.compiler.set_stance('force_eager') # all shapes
+        uncompiled:Any = nullcontext()
+        if trainer.compiled: # every shape would be compiled anew
+            uncompiled = torch.compiler.set_stance('force_eager')
         try:
-            with trainer.clock('validation'),stance:
+            with trainer.clock('validation'),uncompiled:
                 results = self.ask(
                     base,
                     self.tasks,
@@ -96,10 +102,13 @@ class Evaluate(Hook):
             trainer.asked.is_set
         )
         if self.evals:
-            prune(trainer.log.run_dir, cfg.max_keep_ckpts) # kept for it
+            prune(trainer.log.run_dir, cfg.max_keep_ckpts) # what was kept for them
 
 # %% ../../nbs/61_runs.hook_list.ipynb #d8d8cf28
-def hooks_of(cfg:TrainConfig, own:Iterable[Hook]=(), judge:Callable|None=None, # of the run; see `Validate`
+def hooks_of(
+    cfg:TrainConfig,
+    own:Iterable[Hook]=(), # hooks of your own
+    judge:Callable|None=None, # see `Validate`
 )->list[Hook]: # in the order of the calls
     "Returns the hooks of a run; one of your own that extends the class of another takes its place."
     judged = cfg.eval_interval if cfg.eval_in_epochs else 0

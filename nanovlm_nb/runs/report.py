@@ -38,8 +38,8 @@ _EACH_RUNS = {'run_name','notes','resume','load_from'} # different in every run
 
 def _changes_since(
     run_dir:Path,
-    v:VLMConfig,
-    c:TrainConfig,
+    vlm_cfg:VLMConfig,
+    train_cfg:TrainConfig,
 )->tuple[str,list[str]]: # name of the other run, or ''; a line for each field that differs
     "Compares a run with the one beside it that was configured last."
     others = [
@@ -55,7 +55,7 @@ def _changes_since(
     except ValueError as e:
         return name,[f'cannot be compared: {e}']
     lines = []
-    for old,new in zip(old_configs, (v, c)):
+    for old,new in zip(old_configs, (vlm_cfg, train_cfg)):
         for field in fields(old):
             was = getattr(old, field.name)
             now = getattr(new, field.name)
@@ -70,21 +70,29 @@ _UNWRITTEN = f'{YOURS}\n\n\n## Next\n\n' # what a new page leaves to you
 _LIMITS = ('## Limits\n\nAnswers may be wrong or invented, and carry what the data and the backbones carry. '
     'All of this was measured on held-out samples of the training data; nothing was done about safety.')
 
-def _data_lines(v:VLMConfig, c:TrainConfig)->list[str]:
+def _data_lines(vlm_cfg:VLMConfig, train_cfg:TrainConfig)->list[str]:
     "Returns what a run trains on, and how fast."
-    names = '' if c.train_dataset_name==['default'] else f" ({', '.join(c.train_dataset_name)})"
-    first = '' if c.data_cutoff_idx is None else f', its first {c.data_cutoff_idx} samples'
-    vision,language = c.lr_backbone_pair
-    rates = f'learning rates: projector {c.lr_mp}, vision {vision}, language {language}'
-    if c.lora_rank:
-        rates = f'adapters of rank {c.lora_rank} of {c.load_from}, learning rate {c.lr_lora}'
-    largest = f'{v.max_pixels} pixels' if v.native else f'{v.max_img_size} pixels a side'
+    names = ''
+    if train_cfg.train_dataset_name!=['default']:
+        names = f" ({', '.join(train_cfg.train_dataset_name)})"
+    first = ''
+    if train_cfg.data_cutoff_idx is not None:
+        first = f', its first {train_cfg.data_cutoff_idx} samples'
+    vision,language = train_cfg.lr_backbone_pair
+    rates = f'learning rates: projector {train_cfg.lr_mp}, vision {vision}, language {language}'
+    if train_cfg.lora_rank:
+        rates = (
+            f'adapters of rank {train_cfg.lora_rank} of {train_cfg.load_from}, '
+            f'learning rate {train_cfg.lr_lora}'
+        )
+    largest = f'{vlm_cfg.max_img_size} pixels a side'
+    if vlm_cfg.native: largest = f'{vlm_cfg.max_pixels} pixels'
     return [
-        f'data: {c.train_dataset_path}{names}{first}',
+        f'data: {train_cfg.train_dataset_path}{names}{first}',
         rates,
-        f'pictures of at most {largest}, packs of {v.lm_max_length} tokens',
-        f'{c.batch_size} x {c.gradient_accumulation_steps} packs an update on a rank, up to '
-        f'{c.length}, seed {c.seed}'
+        f'pictures of at most {largest}, packs of {vlm_cfg.lm_max_length} tokens',
+        f'{train_cfg.batch_size} x {train_cfg.gradient_accumulation_steps} packs '
+        f'an update on a rank, up to {train_cfg.length}, seed {train_cfg.seed}'
     ]
 
 # %% ../../nbs/64_runs.report.ipynb #dcc6f192
@@ -93,8 +101,8 @@ def _bullets(lines):
 
 def write_record(
     run_dir:Path,
-    v:VLMConfig,
-    c:TrainConfig,
+    vlm_cfg:VLMConfig,
+    train_cfg:TrainConfig,
     results:list[str]=['still running'], # a line for each
 )->Path: # of the page
     "Writes the page, or brings it up to date; `notes` says what the run tries."
@@ -103,15 +111,15 @@ def write_record(
     if path.is_file():
         text = path.read_text(encoding='utf-8', errors='backslashreplace')
         if YOURS in text: yours = text[text.index(YOURS):]
-    other,changed = _changes_since(run_dir, v, c)
+    other,changed = _changes_since(run_dir, vlm_cfg, train_cfg)
     since = f' since {other}' if other else ''
     page = [
         f'# {run_dir.name}',
         f'## Changed{since}',
         _bullets(changed),
         _TRAINING,
-        c.notes or '(no notes: give notes, what this run tries)',
-        _bullets(_data_lines(v, c)),
+        train_cfg.notes or '(no notes: give notes, what this run tries)',
+        _bullets(_data_lines(vlm_cfg, train_cfg)),
         '## Results',
         _bullets(results),
         _LIMITS,

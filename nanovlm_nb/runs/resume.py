@@ -57,8 +57,8 @@ NO_RULE = REFUSED,'no rule says whether it may change'
 
 def differences(
     saved:dict[str,dict], # fields of the checkpoint, of 'vlm' and 'train'
-    v:VLMConfig,
-    c:TrainConfig,
+    vlm_cfg:VLMConfig,
+    train_cfg:TrainConfig,
 )->list[tuple[str,str]]: # level and line, the refused first
     "Returns the settings that have changed since a checkpoint was made; for packs see `split_difference`."
     changed = []
@@ -69,11 +69,11 @@ def differences(
     compare(
         'parts that train',
         training_parts(saved['train']),
-        training_parts(asdict(c)),
+        training_parts(asdict(train_cfg)),
         REFUSED,
         "the optimizer's state belongs to the old ones; with force_resume it begins anew"
     )
-    for cfg,old in ((v,saved['vlm']), (c,saved['train'])):
+    for cfg,old in ((vlm_cfg,saved['vlm']), (train_cfg,saved['train'])):
         for name,value in asdict(cfg).items():
             if name not in old: continue
             rule = resume_rule(name, type(cfg)) or NO_RULE
@@ -169,33 +169,35 @@ def progress(
 # %% ../../nbs/63_runs.resume.ipynb #02f93b30
 def _check_resume(
     state:dict, # of a checkpoint
-    v:VLMConfig,
-    c:TrainConfig,
+    vlm_cfg:VLMConfig,
+    train_cfg:TrainConfig,
     world_size:int, # ranks
 )->list[str]: # a line for each difference
     "Raises a UsageError if a checkpoint and a run do not fit, unless `force_resume`."
-    changes = differences(state['configs'], v, c)
+    changes = differences(state['configs'], vlm_cfg, train_cfg)
     step = state['step']
     data = state['data']
-    now = (c.batch_size,c.gradient_accumulation_steps,world_size)
+    now = (train_cfg.batch_size,train_cfg.gradient_accumulation_steps,world_size)
     remedy = ''
     if data:
         lanes = data['lanes']
-        so_far = f'. {progress(state, math.prod(now), asdict(c))}' if state.get('samples') else ''
+        so_far = ''
+        if state.get('samples'):
+            so_far = f'. {progress(state, math.prod(now), asdict(train_cfg))}'
         split = split_difference(lanes, now, so_far)
         if split:
             changes.insert(0, split)
             remedy = f'{split_remedy(lanes, now)}, else this '
     refused = '; '.join(line for level,line in changes if level==REFUSED)
     require(
-        not refused or c.force_resume,
+        not refused or train_cfg.force_resume,
         f'{remedy}cannot resume: {refused}. Set these as they were, begin a new run '
         'with the weights (load_from and another run_name), or give force_resume'
     )
     require(
-        step<=c.max_training_steps or c.max_training_samples,
+        step<=train_cfg.max_training_steps or train_cfg.max_training_samples,
         f'cannot resume: the checkpoint has made {step} updates, max_training_steps '
-        f'is {c.max_training_steps}: give more, or an earlier checkpoint'
+        f'is {train_cfg.max_training_steps}: give more, or an earlier checkpoint'
     )
     return [line for _,line in changes]
 
@@ -221,27 +223,29 @@ def check_own_parts(
 # %% ../../nbs/63_runs.resume.ipynb #db66a507
 def _rate_lines(
     state:dict, # of a checkpoint
-    c:TrainConfig,
+    train_cfg:TrainConfig,
     log:list[dict], # records of the run
 )->list[tuple[bool,str]]: # whether it is, and a line; empty: the log does not say
     "Checks that the next learning rate is within a factor of two of the last one."
-    step,max_steps = _schedule_place(state, asdict(c))
+    step,max_steps = _schedule_place(state, asdict(train_cfg))
     if step>=max_steps:
         return [(True, f"no update is left: the run ends at {state['step']}")]
     name = 'lr_MP'
     whose = 'projector'
-    peak = c.lr_mp
-    if c.lora_rank:
+    peak = train_cfg.lr_mp
+    if train_cfg.lora_rank:
         name = 'lr_lora'
         whose = 'adapters'
-        peak = c.lr_lora
+        peak = train_cfg.lr_lora
     rates = [
         record[name]
         for record in log
         if record['step']<=state['step'] and name in record
     ]
     if not rates: return []
-    schedule = get_schedule(c.lr_schedule, c.warmup_ratio, c.min_lr_ratio)
+    schedule = get_schedule(
+        train_cfg.lr_schedule, train_cfg.warmup_ratio, train_cfg.min_lr_ratio
+    )
     last_rate = rates[-1]
     next_rate = schedule(step, peak, max_steps)
     line = (
@@ -254,8 +258,8 @@ def _rate_lines(
 def plan_resume(
     run_dir:Path,
     start:Start, # where it begins
-    v:VLMConfig,
-    c:TrainConfig,
+    vlm_cfg:VLMConfig,
+    train_cfg:TrainConfig,
     world_size:int=1, # ranks
     own:list[str]=[], # parts of a script's own
 )->list[tuple[bool,str]]: # whether all is in order, and a line for the log
@@ -266,9 +270,9 @@ def plan_resume(
     check_way(
         run_dir,
         checkpoint,
-        math.inf if c.max_training_samples else c.max_training_steps
+        math.inf if train_cfg.max_training_samples else train_cfg.max_training_steps
     )
-    lines = [(checkpoint is not None or not c.resume, start.line)]
+    lines = [(checkpoint is not None or not train_cfg.resume, start.line)]
     newer = left_behind(run_dir, checkpoint)
     if newer:
         names = ', '.join(p.name for p in newer)
@@ -279,8 +283,11 @@ def plan_resume(
     if checkpoint is None: return lines
     check_own_parts(run_dir, own)
     log = read_log(run_dir/LOG) if (run_dir/LOG).is_file() else []
-    changed = [(True, line) for line in _check_resume(start.state, v, c, world_size)]
+    changed = [
+        (True, line)
+        for line in _check_resume(start.state, vlm_cfg, train_cfg, world_size)
+    ]
     repeated = max((r['step'] for r in log), default=0)-start.state['step']
     if repeated>0:
         lines.append((True, f'{repeated} updates of the log are made again'))
-    return lines+changed+_rate_lines(start.state, c, log)
+    return lines+changed+_rate_lines(start.state, train_cfg, log)

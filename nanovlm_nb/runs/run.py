@@ -45,179 +45,228 @@ from .start import is_pth,resolve_start,Start,start_of,weights_of_start
 from .resume import go_back,plan_resume
 from .report import HUB_ERRORS,publish,report_run,where_to_publish,write_record
 from .ending import exit_code,go_on,OpenRun,SAME_SCRIPT,set_status
-from .features import _keep_features
+from .features import keep_features
 
 # %% ../../nbs/67_runs.run.ipynb #69cf2326
-def make_model(v:VLMConfig, c:TrainConfig, resuming:bool=False, # the weights of a checkpoint will follow
+def make_model(
+    vlm_cfg:VLMConfig,
+    train_cfg:TrainConfig,
+    resuming:bool=False, # the weights of a checkpoint will follow
     read:bool=True, # False: weights stay in their files, see `Pretrained.read`
     kind:type[VisionLanguageModel]=VisionLanguageModel, # or a class of your own
 )->Any: # a model of this class
-    "A saved model, or a new one, on the CPU, in training mode."
-    v = kind.config_class.of(v)
+    "Returns a saved model, or a new one, on the CPU, in training mode."
+    vlm_cfg = kind.config_class.of(vlm_cfg)
     if resuming:
-        return followed(partial(kind, v, load_backbone=False)).train()
-    weights = weights_of_start(v, c)
-    backbones = v.vlm_load_backbone_weights
+        return followed(partial(kind, vlm_cfg, load_backbone=False)).train()
+    weights = weights_of_start(vlm_cfg, train_cfg)
+    backbones = vlm_cfg.vlm_load_backbone_weights
     if weights:
-        model = kind.from_pretrained(weights, v, read)
-    elif is_pth(c.load_from):
-        model = kind.from_pth(str(c.load_from), v, backbones)
+        model = kind.from_pretrained(weights, vlm_cfg, read)
+    elif is_pth(train_cfg.load_from):
+        model = kind.from_pth(str(train_cfg.load_from), vlm_cfg, backbones)
     elif kind is VisionLanguageModel:
-        model = kind(v, load_backbone=backbones, read=read)
+        model = kind(vlm_cfg, load_backbone=backbones, read=read)
     else:
-        model = kind(v, load_backbone=backbones)
+        model = kind(vlm_cfg, load_backbone=backbones)
     return model.train()
 
 # %% ../../nbs/67_runs.run.ipynb #45cbe566
-def get_vision_model(vlm_cfg:VLMConfig)->tuple[ViT,Callable]: # picture -> (uint8 tiles (n, 3, S, S), grid)
-    "The vision backbone, frozen and in eval mode, and its preprocessing, as MiniMind-V has them."
+def get_vision_model(
+    vlm_cfg:VLMConfig,
+)->tuple[ViT,Callable]: # tower, and picture -> (uint8 tiles (n, 3, S, S), grid)
+    """Returns the vision backbone, frozen and in eval mode, and its preprocessing, as
+    MiniMind-V has them."""
     cfg = with_tower(vlm_cfg)
-    vit = ViT(cfg)
-    load_vision_backbone(vit, cfg.vit_model_type)
-    return vit.eval().requires_grad_(False),image_processor_of(cfg)
+    tower = ViT(cfg)
+    load_vision_backbone(tower, cfg.vit_model_type)
+    return tower.eval().requires_grad_(False),image_processor_of(cfg)
 
 # %% ../../nbs/67_runs.run.ipynb #4fc7bcc9
-def _keep_config(run_dir:Path, v:VLMConfig, c:TrainConfig, own:list[str],
-    config:str|None=None)->None:
-    "Write the user's own file as it is, the settings of this start, names of own parts, and the page."
+def _keep_config(
+    run_dir:Path,
+    vlm_cfg:VLMConfig,
+    train_cfg:TrainConfig,
+    own:list[str], # names of a script's own parts
+    config:str|None=None, # the user's own file of settings
+)->None:
+    "Writes the user's file as it is, the settings of this start, own parts, and the page."
     if config:
         write_atomic(run_dir/'given.yaml', Path(config).read_bytes()) # it may be replaced now
-    save_yaml(run_dir/CONFIG, v, c)
+    save_yaml(run_dir/CONFIG, vlm_cfg, train_cfg)
     if own:
         write_atomic(run_dir/OWN_PARTS, '\n'.join(own)+'\n')
-    write_record(run_dir, v, c)
+    write_record(run_dir, vlm_cfg, train_cfg)
 
 # %% ../../nbs/67_runs.run.ipynb #f6984ad8
 SIGNALS = ('SIGINT','SIGTERM','SIGUSR1','SIGHUP') # those of them that the system has
 _CTRL_C = b'\nCtrl-C: the update at hand is finished and a checkpoint written; once more ends at once\n'
 
 @contextmanager
-def _stop_on_signals(stop:threading.Event)->Iterator[None]: # set by the first signal; a `with` block
-    "Inside, `SIGNALS` ask for a checkpoint and an orderly end; a second SIGINT does what it did before."
-    me = os.getpid()
-    old = {}
-    main = threading.current_thread() is threading.main_thread()
+def _stop_on_signals(
+    stop:threading.Event, # set by the first signal
+)->Iterator[None]:
+    """Inside the `with` block, `SIGNALS` ask for a checkpoint and an orderly end; a second
+    SIGINT does what it did before."""
+    own_pid = os.getpid()
+    old_handlers = {}
+    in_main_thread = threading.current_thread() is threading.main_thread()
     def ask(number, _):
-        if os.getpid()!=me:
+        if os.getpid()!=own_pid:
             return # a loader worker that is being born
         stop.set()
         if number!=signal.SIGINT: return
-        signal.signal(number, old[number])
+        signal.signal(number, old_handlers[number])
         if os.environ.get('RANK', '0')=='0':
             os.write(2, _CTRL_C) # a print may be under way
-    known = [
-        getattr(signal, name) for name in SIGNALS if main and hasattr(signal, name)
-    ]
-    for number in known:
+    numbers = [
+        getattr(signal, name)
+        for name in SIGNALS
+        if in_main_thread and hasattr(signal, name)
+    ] # Python sets handlers in the main thread alone
+    for number in numbers:
         if signal.getsignal(number)!=signal.SIG_IGN: # SIGHUP under nohup stays ignored
-            old[number] = signal.signal(number, ask) or signal.SIG_DFL
+            old_handlers[number] = signal.signal(number, ask) or signal.SIG_DFL
     try: yield
     finally:
-        for number,handler in old.items():
+        for number,handler in old_handlers.items():
             signal.signal(number, handler)
 
 # %% ../../nbs/67_runs.run.ipynb #e7d56b85
-def _given_data(loaders:Callable|None)->dict[str,Any]: # of `run`
-    "What a `partial` of `get_dataloaders` was given of a script's own: rows, transforms, processor."
+def _data_arguments(
+    loaders:Callable|None, # what `run` was given
+)->dict[str,Any]: # name -> value; empty: it is no `partial` of `get_dataloaders`
+    "Returns a script's own rows, transforms and processor from its `partial` of `get_dataloaders`."
     if not isinstance(loaders, partial): return {}
-    return loaders.keywords if loaders.func is get_dataloaders and not loaders.args else {}
+    if loaders.func is not get_dataloaders or loaders.args: return {}
+    return loaders.keywords
 
-def own_parts(parts:dict)->list[str]: # of a script, see `run`
-    """Names of those without which the run would learn something else: hooks only watch, and rows are kept
-    with the run."""
-    given = _given_data(parts.get('loaders'))
+def own_parts(
+    parts:dict, # arguments of `run` by name
+)->list[str]:
+    """Returns the names of those without which the run would learn something else: hooks only watch, and rows
+    are kept with the run."""
+    data = _data_arguments(parts.get('loaders'))
     names = [
-        n
-        for n in ('model','loaders','optimizer','schedule','loss','judge')
-        if parts.get(n)
+        name
+        for name in ('model','loaders','optimizer','schedule','loss','judge')
+        if parts.get(name)
     ]
-    if given: names.remove('loaders')
-    return names+[n for n in ('transforms','processor') if given.get(n)]
+    if data:
+        names.remove('loaders') # they are the library's, with these arguments
+    return names+[name for name in ('transforms','processor') if data.get(name)]
 
-def _keep_data(trainer:Trainer, run_dir:Path, own:list[str])->list[str]: # of a run with own loaders; rank 0
-    "Keep what the commands need of a script's own data; the names of its parts."
-    t = trainer
-    samples = getattr(t.held_out, 'samples', None)
+def _keep_data(
+    trainer:Trainer, # of a run with own loaders
+    run_dir:Path,
+    own:list[str], # names of the script's parts
+)->list[str]: # these, and 'processor' if the loaders bring one
+    "Writes what the commands need of a script's own data, on rank 0."
+    samples = getattr(trainer.held_out, 'samples', None)
     if type(samples) is not VQADataset:
-        return own # they ask no questions
-    train = t.loader.source if t.cfg.train_dataset_path==OWN_ROWS else None
-    t.log.info(keep_rows(run_dir, train, t.held_out.source))
-    standard = samples.image_processor==image_processor_of(t.base.cfg)
-    if standard or 'processor' in own: return own
+        return own # commands ask no questions about such data
+    is_own = trainer.cfg.train_dataset_path==OWN_ROWS
+    train_rows = trainer.loader.source if is_own else None
+    trainer.log.info(keep_rows(run_dir, train_rows, trainer.held_out.source))
+    is_standard = samples.image_processor==image_processor_of(trainer.base.cfg)
+    if is_standard or 'processor' in own: return own
     return [*own, 'processor']
 
 # %% ../../nbs/67_runs.run.ipynb #20865497
-def plan_run(vlm_cfg:VLMConfig, train_cfg:TrainConfig, dist:Dist, # as given; all call
-    hold:Callable=bool, again:Callable=go_on, # locks the directory; names what resumes, as `go_on` does
+def plan_run(
+    vlm_cfg:VLMConfig, # as given
+    train_cfg:TrainConfig, # as given
+    dist:Dist, # every rank must call
+    hold:Callable|None=None, # `hold(run_dir)` locks the directory; None: it is not locked
+    again:Callable=go_on, # returns the command that resumes, from the arguments of `go_on`
 )->tuple[Path,Start,VLMConfig,TrainConfig,list[str]]: # directory, start, both configs, log lines
-    """Find what a run starts from, and whether its model can be published; nothing is written yet.
+    """Returns what a run starts from; a UsageError if its model cannot be published. Nothing is written yet.
     The directory of a run that has a name is locked before it is looked at."""
-    given = vlm_cfg.to_dict()|train_cfg.to_dict()
+    settings = vlm_cfg.to_dict()|train_cfg.to_dict()
     where_to_publish(vlm_cfg.hf_repo_name)
-    run_dir = run_path(**given)
-    if run_dir: hold(run_dir)
-    how = f'go on with: {again(run_dir, given, dist)}' if run_dir else ''
+    run_dir = run_path(**settings)
+    if run_dir and hold: hold(run_dir)
+    remedy = f'go on with: {again(run_dir, settings, dist)}' if run_dir else ''
     def look():
         with user_path():
-            return start_of(run_dir, vlm_cfg, train_cfg, how)
+            return start_of(run_dir, vlm_cfg, train_cfg, remedy)
     start = on_master(dist, look)
-    v,c,lines = on_master(
+    vlm_cfg,train_cfg,lines = on_master(
         dist, lambda: resolve_start(vlm_cfg, train_cfg, dist.world_size, start)
     )
-    largest = max(v.vit_hidden_dim*v.vit_inter_dim, v.lm_hidden_dim*v.lm_inter_dim)
-    set_threads(dist, loader_workers(c, cores_of_rank()), largest)
+    largest = max(
+        vlm_cfg.vit_hidden_dim*vlm_cfg.vit_inter_dim,
+        vlm_cfg.lm_hidden_dim*vlm_cfg.lm_inter_dim
+    ) # numbers in the largest weight of a block
+    set_threads(dist, loader_workers(train_cfg, cores_of_rank()), largest)
     if run_dir is None:
-        name = dist.broadcast(get_run_name(c, v, dist.world_size))
-        run_dir = run_path(**v.to_dict()|c.to_dict()|dict(run_name=name))
+        name = dist.broadcast(get_run_name(train_cfg, vlm_cfg, dist.world_size))
+        run_dir = run_path(**vlm_cfg.to_dict()|train_cfg.to_dict()|dict(run_name=name))
         assert run_dir # it has a name now
-        hold(run_dir)
-    return run_dir,start,v,c,lines
+        if hold: hold(run_dir)
+    return run_dir,start,vlm_cfg,train_cfg,lines
 
 # %% ../../nbs/67_runs.run.ipynb #56000008
-def _open_log(run_dir:Path, dist:Dist, v:VLMConfig, c:TrainConfig)->RunLog:
-    "The log of a run as its config says, not yet open."
-    configs = dict(VLMConfig=v.to_dict(), TrainConfig=c.to_dict())
+def _make_log(
+    run_dir:Path,
+    dist:Dist,
+    vlm_cfg:VLMConfig,
+    train_cfg:TrainConfig,
+)->RunLog: # not yet open
+    "Returns the log of a run as its config says."
+    configs = dict(VLMConfig=vlm_cfg.to_dict(), TrainConfig=train_cfg.to_dict())
+    epochs = None # the line of figures does not count them
+    if train_cfg.console_line=='minimind': epochs = train_cfg.max_epochs or 1
     return RunLog(
         run_dir,
         dist,
-        c.trackers,
+        train_cfg.trackers,
         configs,
         run_dir.name,
-        c.wandb_entity,
-        c.wandb_project,
+        train_cfg.wandb_entity,
+        train_cfg.wandb_project,
         opened=False,
-        total_steps=c.length.updates(),
-        every=c.stats_log_interval,
-        progress=c.progress_bar,
-        quiet=c.console_line=='none',
-        epochs=(c.max_epochs or 1) if c.console_line=='minimind' else None
+        total_steps=train_cfg.length.updates(),
+        every=train_cfg.stats_log_interval,
+        progress=train_cfg.progress_bar,
+        quiet=train_cfg.console_line=='none',
+        epochs=epochs
     )
 
 # %% ../../nbs/67_runs.run.ipynb #5ca66d1b
-def build_trainer(v:VLMConfig, c:TrainConfig, log:RunLog, dist:Dist, # every rank calls
-    checkpoint:Path|None=None, parts:dict[str,Any]={})->Trainer: # to `resume` from; of your own, see `run`
-    "All parts of a run, put together."
+def build_trainer(
+    vlm_cfg:VLMConfig,
+    train_cfg:TrainConfig,
+    log:RunLog,
+    dist:Dist, # every rank must call
+    checkpoint:Path|None=None, # from which it will `resume`
+    parts:dict[str,Any]={}, # of your own: arguments of `run` by name
+)->Trainer: # at update 0
+    "Puts all parts of a run together."
     own = parts.get
-    set_seed(c.seed)
-    log.info(f'reading {c.train_dataset_path}')
-    source = find_tokenizer(checkpoint, v.lm_tokenizer) if checkpoint else v.lm_tokenizer
-    tokenizer = load_tokenizer(evolve(v, lm_tokenizer=source))
-    rows,val = (own('loaders') or get_dataloaders)(c, v, dist, tokenizer)
+    set_seed(train_cfg.seed)
+    log.info(f'reading {train_cfg.train_dataset_path}')
+    tokenizer_path = vlm_cfg.lm_tokenizer
+    if checkpoint: tokenizer_path = find_tokenizer(checkpoint, tokenizer_path)
+    tokenizer = load_tokenizer(evolve(vlm_cfg, lm_tokenizer=tokenizer_path))
+    make_loaders = own('loaders') or get_dataloaders
+    loader,held_out = make_loaders(train_cfg, vlm_cfg, dist, tokenizer)
     make = own('model')
     if make is None:
         make = partial(make_model, read=False)
     elif isinstance(make, type):
         make = partial(make_model, read=False, kind=make)
-    model = make(v, c, checkpoint is not None)
-    if c.lora_rank:
-        adapt(model, c, None if checkpoint else weights_of_start(v, c), dist.device)
+    model = make(vlm_cfg, train_cfg, checkpoint is not None)
+    if train_cfg.lora_rank:
+        weights = None if checkpoint else weights_of_start(vlm_cfg, train_cfg)
+        adapt(model, train_cfg, weights, dist.device)
     if own('loss'): model.cross_entropy = own('loss')
-    hooks = hooks_of(c, own('hooks') or (), own('judge'))
-    t = make_trainer(
+    hooks = hooks_of(train_cfg, own('hooks') or (), own('judge'))
+    trainer = make_trainer(
         model,
-        c,
-        rows,
-        val,
+        train_cfg,
+        loader,
+        held_out,
         hooks,
         dist,
         log,
@@ -225,15 +274,16 @@ def build_trainer(v:VLMConfig, c:TrainConfig, log:RunLog, dist:Dist, # every ran
         own('schedule'),
         own('optimizer')
     )
-    if checkpoint is None and type(t.base.decoder) is not LanguageModel:
-        check_decoder(t.base.decoder, t.base.cfg)
-    if dist.rank:
-        set_seed((c.seed+dist.rank)%2**32) # from here on each rank draws its own dropout
-    return t
+    decoder = trainer.base.decoder
+    if checkpoint is None and type(decoder) is not LanguageModel:
+        check_decoder(decoder, trainer.base.cfg)
+    if dist.rank: # from here on each rank draws its own dropout
+        set_seed((train_cfg.seed+dist.rank)%2**32)
+    return trainer
 
 # %% ../../nbs/67_runs.run.ipynb #6c3402cd
 def _use_evals(trainer:Trainer)->None: # every rank must call
-    "Let checkpoints be evaluated, if the run asks for it."
+    "Lets checkpoints be evaluated, if the run asks for it."
     cfg = trainer.cfg
     dist = trainer.dist
     hook = find(trainer, Evaluate)
@@ -251,34 +301,51 @@ def _use_evals(trainer:Trainer)->None: # every rank must call
         hook.evals = Evaluations(trainer.log.run_dir, cfg, hook.tasks)
 
 # %% ../../nbs/67_runs.run.ipynb #56000009
-_SMALL_M = 10. # millions of parameters; a smaller model is there to try something, and needs no advice
+# millions of parameters; a smaller model is there to try something, and needs no advice
+_SMALL_M = 10.
 
-def _frozen_tokens(trainer:Trainer, begins:bool)->list[str]: # whether this is the first start of the run
-    "A line if new rows of a pretrained embedding stay random; what a checkpoint has may have been trained."
+def _frozen_tokens(
+    trainer:Trainer,
+    begins:bool, # this is the first start of the run
+)->list[str]: # at most one line
+    """Says that new rows of a pretrained embedding stay random. Those of a checkpoint may have been trained, so
+    a model that begins with one gets no line."""
     model = trainer.base
-    trained = trainer.cfg.load_from or trainer.cfg.resume_from_vlm_checkpoint
-    pretrained = model.cfg.vlm_load_backbone_weights and model.cfg.extra_token_amount>0
-    if not begins or trained or not pretrained or trains(model.decoder.token_embedding):
-        return []
-    return [f'the embedding of the language model is frozen: the {model.cfg.extra_token_amount} tokens for '
+    cfg = model.cfg
+    from_checkpoint = trainer.cfg.load_from or trainer.cfg.resume_from_vlm_checkpoint
+    has_new_rows = cfg.vlm_load_backbone_weights and cfg.extra_token_amount>0
+    if not begins or from_checkpoint or not has_new_rows: return []
+    if trains(model.decoder.token_embedding): return []
+    return [f'the embedding of the language model is frozen: the {cfg.extra_token_amount} tokens for '
         'pictures that were added to it keep random vectors, and the projector learns to work with them '
         '(lr_language_backbone above 0, without language_last_blocks, trains them)']
 
-def _first_lines(trainer:Trainer, own:list[str], begins:bool=True)->list[str]: # names of its own parts
-    "What the log begins with."
+def _first_lines(
+    trainer:Trainer,
+    own:list[str], # names of the script's parts
+    begins:bool=True, # this is the first start of the run
+)->list[str]:
+    "Returns the lines with which the log begins."
     dist = trainer.dist
-    size = sum(p.numel() for p in trainer.base.parameters())/1e6
-    lines = [f'{trainer.log.run_dir}: {size:.2f} M parameters, {dist.world_size} x {dist.device.type}, '
-        f'{trainer.dtype}', trainable_line(trainer.base, trainer.optimizer)]
+    millions = sum(p.numel() for p in trainer.base.parameters())/1e6
+    lines = [
+        f'{trainer.log.run_dir}: {millions:.2f} M parameters, '
+        f'{dist.world_size} x {dist.device.type}, {trainer.dtype}',
+        trainable_line(trainer.base, trainer.optimizer)
+    ]
     lines += _frozen_tokens(trainer, begins and 'model' not in own)
     if own: lines.append(f"the script's own: {', '.join(own)}")
-    if size>_SMALL_M:
+    if millions>_SMALL_M:
         lines += lint(trainer.cfg, ranks=dist.world_size)
     return lines
 
 # %% ../../nbs/67_runs.run.ipynb #56000010
-def _begin(run:OpenRun, trainer:Trainer, checkpoint:Path|None)->None: # that was read; every rank calls
-    "The point of no return: from here on the run directory is changed."
+def _begin(
+    run:OpenRun,
+    trainer:Trainer,
+    checkpoint:Path|None, # that was read; None: a new run
+)->None: # every rank must call
+    "Changes the directory of the run for the first time, when nothing can refuse the start any more."
     run_dir = run.run_dir
     dist = run.dist
     log = run.log
@@ -286,11 +353,13 @@ def _begin(run:OpenRun, trainer:Trainer, checkpoint:Path|None)->None: # that was
     if note and checkpoint:
         note['base'] = noted_base(checkpoint)['base']
     if run.cfg.cache_features:
-        cache = _keep_features(trainer.base, run_dir/FEATURE_CACHE, trainer.dtype)
+        cache = keep_features(trainer.base, run_dir/FEATURE_CACHE, trainer.dtype)
         log.info(f'features of tiles are kept in {cache.folder}')
     dist.barrier() # every rank has read
     if note:
-        note['base'] = on_master(dist, lambda: keep_base(run_dir, note['base'])) # refuses, or adds
+        note['base'] = on_master(
+            dist, lambda: keep_base(run_dir, note['base'])
+        ) # a UsageError if the run has another base
     on_master(dist, lambda: go_back(run_dir, checkpoint))
     set_status(run_dir, 'running', dist) # first: it says whose the other files are
     log.open()
@@ -299,52 +368,65 @@ def _begin(run:OpenRun, trainer:Trainer, checkpoint:Path|None)->None: # that was
     log.info(f'figures: {log.where}')
 
 # %% ../../nbs/67_runs.run.ipynb #ca766fc5
-def _start(run:OpenRun, start:Start, lines:list[str], config:str|None=None,
-    parts:dict[str,Any]={})->Trainer:
-    """Put the parts of a run together, and restore the checkpoint that it resumes from; every rank calls.
-    `lines` are for the log, `config` is the user's own file, `parts` are what `run` was given."""
-    v = run.vlm_cfg
-    c = run.cfg
+def _start(
+    run:OpenRun,
+    start:Start, # where it begins
+    lines:list[str], # for the log
+    config:str|None=None, # the user's own file of settings
+    parts:dict[str,Any]={}, # of your own: arguments of `run` by name
+)->Trainer: # about to make its first update; every rank must call
+    "Puts the parts of a run together, and restores the checkpoint that it resumes from."
+    vlm_cfg = run.vlm_cfg
+    train_cfg = run.cfg
     dist = run.dist
     log = run.log
     run_dir = run.run_dir
     own = own_parts(parts)
     on_master(dist, lambda: check_new(run_dir, config))
-    resumed = on_master(
-        dist, lambda: plan_resume(run_dir, start, v, c, dist.world_size, own)
+    resume_lines = on_master(
+        dist,
+        lambda: plan_resume(
+            run_dir, start, vlm_cfg, train_cfg, dist.world_size, own
+        )
     )
     checkpoint = start.path if start.kind=='resume' else None
-    kept = not parts.get('loaders') # nothing of Python's is to be kept
-    if c.train_dataset_path==OWN_ROWS and kept:
-        parts = parts|dict(loaders=loaders_of(c, run_dir))
-    trainer = build_trainer(v, c, log, dist, checkpoint, parts)
+    without_loaders = not parts.get('loaders')
+    if train_cfg.train_dataset_path==OWN_ROWS and without_loaders: # the run has kept them
+        parts = parts|dict(loaders=loaders_of(train_cfg, run_dir))
+    trainer = build_trainer(vlm_cfg, train_cfg, log, dist, checkpoint, parts)
     for line in _first_lines(trainer, own, checkpoint is None)+lines:
         log.info(line)
-    for _,line in resumed: log.info(line)
+    for _,line in resume_lines: log.info(line)
     _use_evals(trainer)
     def begin(): _begin(run, trainer, checkpoint)
     if checkpoint:
-        resume(trainer, checkpoint, c.force_resume, True, begin)
+        resume(trainer, checkpoint, train_cfg.force_resume, True, begin)
     else:
         begin()
-    size = size_line(trainer.loader.source, trainer.held_out.source)
+    line = size_line(trainer.loader.source, trainer.held_out.source)
     total = trainer.total_steps
-    log.info(f'{size}; {total:,} updates' if total else size)
+    log.info(f'{line}; {total:,} updates' if total else line)
     def keep():
-        names = own if kept else _keep_data(trainer, run_dir, own)
-        _keep_config(run_dir, v, c, names, config)
+        names = own if without_loaders else _keep_data(trainer, run_dir, own)
+        _keep_config(run_dir, vlm_cfg, train_cfg, names, config)
     on_master(dist, keep)
     return trainer
 
 # %% ../../nbs/67_runs.run.ipynb #56000020
-def _sum_up(run:OpenRun, model:Callable|None)->str: # has trained; a status
-    "Tell what came of a run, and publish its best checkpoint; 'interrupted' if a signal has ended it."
+def _sum_up(
+    run:OpenRun, # has trained
+    model:Callable|None, # as in `run`
+)->str: # its status: 'done', or 'interrupted' if a signal has ended it
+    "Reports what came of a run, and publishes its best checkpoint."
     trainer = run.trainer
     dist = run.dist
     log = run.log
     cache = trainer.base.features
     if cache:
-        log.info(f'features: {cache.misses} tiles seen, {cache.hits} read, on rank {dist.rank}')
+        log.info(
+            f'features: {cache.misses} tiles seen, {cache.hits} read, '
+            f'on rank {dist.rank}'
+        )
     if trainer.stop: return 'interrupted'
     drops = find(trainer, LeftOut).gather()
     find(trainer, Meters).report(trainer) # reads the clocks of all ranks
@@ -364,9 +446,10 @@ def _sum_up(run:OpenRun, model:Callable|None)->str: # has trained; a status
 
 # %% ../../nbs/67_runs.run.ipynb #84d3c983
 @contextmanager
-def process_group(timeout_s:float=TrainConfig.timeout_s)->Iterator[tuple[Dist,
-    threading.Event]]:
-    "Inside, the process group of a run exists, and signals set the event; it waits so long for other ranks."
+def process_group(
+    timeout_s:float=TrainConfig.timeout_s, # how long a rank waits for the others
+)->Iterator[tuple[Dist,threading.Event]]:
+    "Inside the `with` block, the process group of a run exists, and signals set the event."
     dist = init_dist(timeout_s=timeout_s)
     stop = threading.Event()
     try:
@@ -374,18 +457,24 @@ def process_group(timeout_s:float=TrainConfig.timeout_s)->Iterator[tuple[Dist,
     finally: destroy_dist()
 
 # %% ../../nbs/67_runs.run.ipynb #84d3c985
-def run(vlm_cfg:VLMConfig, train_cfg:TrainConfig, # the model and the run
+def run(
+    vlm_cfg:VLMConfig, # the model
+    train_cfg:TrainConfig, # how to train it
     model:Callable|None=None, # a class of your own, or like `make_model(vlm_cfg, train_cfg, resuming)`
     loaders:Callable|None=None, # like `loader.get_dataloaders`, e.g. a `partial` with `rows` of your own
     optimizer:Callable|None=None, # like `optim.make_optimizer(model, train_cfg)`: groups name their `max_lr`
     schedule:Callable|dict|None=None, # `schedule(step, max_lr, max_steps)`, or one for each group by name
-    loss:Callable|None=None, judge:Callable|None=None, # like `cross_entropy`, see `Targets`; a `Judge`
+    loss:Callable|None=None, # like `cross_entropy`, see `Targets`
+    judge:Callable|None=None, # says which checkpoint is the best, see `Judge`
     hooks:Iterable=(), # what is done beside the updates, see `Hook`
-    dist:Dist|None=None, stop:threading.Event|None=None, # ranks that are there; what ends the run
-    asked:Namespace=Namespace(), command:Callable|None=None)->Path: # the command line; names what resumes
-    "Train as the configurations say, and return the directory of the run; what is None the library makes."
+    dist:Dist|None=None, # this rank, if the process group is there
+    stop:threading.Event|None=None, # once set, it ends the run; used with `dist`
+    asked:Namespace=Namespace(), # values of the command line, such as `config`
+    command:Callable|None=None, # returns the command that resumes, from the arguments of `go_on`
+)->Path: # directory of the run
+    "Trains as the configurations say; a part that is None is the library's."
     processor = getattr(model, 'processor', None) # of a class
-    if processor and (loaders is None or 'processor' not in _given_data(loaders)):
+    if processor and (loaders is None or 'processor' not in _data_arguments(loaders)):
         loaders = partial(loaders or get_dataloaders, processor=processor)
     parts = dict(
         model=model,
@@ -396,27 +485,33 @@ def run(vlm_cfg:VLMConfig, train_cfg:TrainConfig, # the model and the run
         judge=judge,
         hooks=hooks
     )
-    first = []
+    first_lines = []
     if getattr(asked, 'saved', None):
-        first.append(f'what was not given is as in {asked.saved}')
+        first_lines.append(f'what was not given is as in {asked.saved}')
     set_env()
-    if 'rows' in _given_data(loaders):
+    if 'rows' in _data_arguments(loaders):
         train_cfg = evolve(train_cfg, train_dataset_path=OWN_ROWS)
-    ranks = dist and (dist, stop or threading.Event())
-    here = nullcontext(ranks) if ranks else process_group(train_cfg.timeout_s)
+    group:Any = process_group(train_cfg.timeout_s)
+    if dist: group = nullcontext((dist, stop or threading.Event()))
     def same_script(*_): return SAME_SCRIPT
     again = command or (same_script if own_parts(parts) or loaders else go_on)
-    with here as (dist,stop):
+    with group as (dist,stop):
         with ExitStack() as stack:
             def hold(run_dir): # no other run writes there
                 on_master(dist, lambda: stack.enter_context(run_lock(run_dir)))
-            run_dir,start,v,c,lines = plan_run(vlm_cfg, train_cfg, dist, hold, again)
-            if c.deterministic:
-                stack.enter_context(same_bits(dist.device.type, c.compile is not False))
-            log = _open_log(run_dir, dist, v, c)
-            opened = stack.enter_context(OpenRun(run_dir, v, c, dist, log, again))
+            run_dir,start,vlm_cfg,train_cfg,lines = plan_run(
+                vlm_cfg, train_cfg, dist, hold, again
+            )
+            if train_cfg.deterministic:
+                may_compile = train_cfg.compile is not False
+                stack.enter_context(same_bits(dist.device.type, may_compile))
+            log = _make_log(run_dir, dist, vlm_cfg, train_cfg)
+            opened = stack.enter_context(
+                OpenRun(run_dir, vlm_cfg, train_cfg, dist, log, again)
+            )
             config = getattr(asked, 'config', None)
-            trainer = opened.trainer = _start(opened, start, first+lines, config, parts)
+            trainer = _start(opened, start, first_lines+lines, config, parts)
+            opened.trainer = trainer
             trainer.asked = stop
             if stopping(trainer):
                 log.info('stopped by a signal before the first update')
@@ -426,6 +521,10 @@ def run(vlm_cfg:VLMConfig, train_cfg:TrainConfig, # the model and the run
     return run_dir
 
 # %% ../../nbs/67_runs.run.ipynb #7f11f16d
-def main(vlm_cfg:VLMConfig, train_cfg:TrainConfig, asked:Namespace)->int: # see `run`; see `exit_code`
-    "Command `nanovlm train`: train as a preset, a file and flags say."
+def main(
+    vlm_cfg:VLMConfig,
+    train_cfg:TrainConfig,
+    asked:Namespace, # values of the command line, see `run`
+)->int: # see `exit_code`
+    "Runs the command `nanovlm train`: trains as a preset, a file and flags say."
     return exit_code(run(vlm_cfg, train_cfg, asked=asked))

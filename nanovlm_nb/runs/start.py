@@ -27,12 +27,12 @@ def is_pth(load_from:str|None)->bool: # it has weights to begin with, and nothin
     return str(load_from or '').endswith('.pth')
 
 # %% ../../nbs/62_runs.start.ipynb #f5eae82d
-def weights_of_start(v:VLMConfig, c:TrainConfig)->str|None:
+def weights_of_start(vlm_cfg:VLMConfig, train_cfg:TrainConfig)->str|None:
     "Returns the checkpoint whose weights a new run takes, of a run its best; None: it begins without one."
-    if c.resume_from_vlm_checkpoint:
-        return find_checkpoint(v.vlm_checkpoint_path)
-    if not c.load_from or is_pth(c.load_from): return None
-    return find_checkpoint(c.load_from)
+    if train_cfg.resume_from_vlm_checkpoint:
+        return find_checkpoint(vlm_cfg.vlm_checkpoint_path)
+    if not train_cfg.load_from or is_pth(train_cfg.load_from): return None
+    return find_checkpoint(train_cfg.load_from)
 
 # %% ../../nbs/62_runs.start.ipynb #49297080
 class Start(NamedTuple):
@@ -55,22 +55,22 @@ class Start(NamedTuple):
         return words[self.kind].format(self.path)
 
 # %% ../../nbs/62_runs.start.ipynb #717228e8
-def _new_start(v, c, run_dir):
+def _new_start(vlm_cfg, train_cfg, run_dir):
     "Returns a start at update 0."
-    weights = weights_of_start(v, c)
+    weights = weights_of_start(vlm_cfg, train_cfg)
     kind = 'random'
     path = None
     if weights:
         kind = 'checkpoint'
         path = weights
-    elif is_pth(c.load_from):
+    elif is_pth(train_cfg.load_from):
         kind = 'file'
-        path = c.load_from
-    elif v.backbones:
+        path = train_cfg.load_from
+    elif vlm_cfg.backbones:
         kind = 'backbones'
-        path = ' and '.join(v.backbones.values())
+        path = ' and '.join(vlm_cfg.backbones.values())
     with_weights = f' with the weights of {path}' if weights else ''
-    if not c.resume:
+    if not train_cfg.resume:
         return Start(kind, path, f'A new run{with_weights} (resume is False).')
     line = f'Nothing to resume in {run_dir}: a new run begins at update 0{with_weights}.'
     if weights and (Path(weights)/TRAINER_STATE).is_file():
@@ -104,12 +104,12 @@ def _checkpoint_within(run_dir, load_from):
 # %% ../../nbs/62_runs.start.ipynb #53000001
 def start_of(
     run_dir:Path|None, # None: a new run without a name
-    v:VLMConfig,
-    c:TrainConfig,
+    vlm_cfg:VLMConfig,
+    train_cfg:TrainConfig,
     how:str='set resume to True to go on', # what to do instead of giving another name
 )->Start:
     "Returns where a start begins; a UsageError where the command contradicts what is there."
-    load_from = c.load_from or ''
+    load_from = train_cfg.load_from or ''
     require(
         not load_from or is_pth(load_from) or not Path(load_from).is_file(),
         f'load_from is the file {load_from}: '
@@ -117,18 +117,18 @@ def start_of(
     )
     if run_dir is None:
         require(
-            not c.resume,
+            not train_cfg.resume,
             'resume needs to know which run: give run_name, '
             'or load_from with a checkpoint'
         )
-        return _new_start(v, c, run_dir)
+        return _new_start(vlm_cfg, train_cfg, run_dir)
     newest,damaged = usable_checkpoint(run_dir, thorough=True)
     require(
-        c.resume or not newest,
+        train_cfg.resume or not newest,
         f'{run_dir} holds {newest and newest.name} of an earlier run, which a new one '
         f'would be mixed up with: give another run_name, or {how}'
     )
-    if not c.resume: return _new_start(v, c, run_dir)
+    if not train_cfg.resume: return _new_start(vlm_cfg, train_cfg, run_dir)
     began_from = None
     if newest: # the run may have been renamed since
         began_from = read_state(newest)['configs']['train'].get('load_from')
@@ -164,10 +164,10 @@ def start_of(
         'Correct the path; for a new run with these weights give a run_name, '
         'or leave resume out'
     )
-    return _new_start(v, c, run_dir)
+    return _new_start(vlm_cfg, train_cfg, run_dir)
 
 # %% ../../nbs/62_runs.start.ipynb #e5a10008
-def _with_sizes(v:VLMConfig, start:Start)->VLMConfig:
+def _with_sizes(vlm_cfg:VLMConfig, start:Start)->VLMConfig:
     """Returns the model with the sizes of the weights that a start begins with, where they were not given; a
     UsageError where another size was given. A run that resumes has its own, and `_check_resume` compares."""
     kind = start.kind
@@ -175,70 +175,77 @@ def _with_sizes(v:VLMConfig, start:Start)->VLMConfig:
     changes:dict[str,Any] = {}
     if kind=='resume':
         saved = start.state['configs']['vlm']
-        free = all_fields-v.given-OF_RUN
+        free = all_fields-vlm_cfg.given-OF_RUN
         for name,value in saved.items():
-            if name in free and value!=getattr(v, name):
+            if name in free and value!=getattr(vlm_cfg, name):
                 changes[name] = value
-        return evolve(v, **changes)
+        return evolve(vlm_cfg, **changes)
     sources:dict[str,dict] = {} # where the weights lie -> the fields that they have
-    if kind=='checkpoint' and type(v) is VLMConfig: # a class of one's own knows what it is
+    if kind=='checkpoint' and type(vlm_cfg) is VLMConfig: # a class of one's own knows what it is
         sources = {start.path:asdict(checkpoint_config(start.path))}
-    if kind in ('backbones','file') and not all_fields<=v.given:
-        sources = backbone_fields(evolve(v, lm_model_type=None) if kind=='file' else v)
+    if kind in ('backbones','file') and not all_fields<=vlm_cfg.given:
+        if kind=='file': sources = backbone_fields(evolve(vlm_cfg, lm_model_type=None))
+        else: sources = backbone_fields(vlm_cfg)
     for source,values in sources.items():
-        for name in sorted(v.given&values.keys()-OF_RUN-BESIDE_WEIGHTS):
+        for name in sorted(vlm_cfg.given&values.keys()-OF_RUN-BESIDE_WEIGHTS):
             require(
-                getattr(v, name)==values[name],
-                f'{name} is {getattr(v, name)!r}, but {source} was trained with '
+                getattr(vlm_cfg, name)==values[name],
+                f'{name} is {getattr(vlm_cfg, name)!r}, but {source} was trained with '
                 f'{values[name]!r}: leave {name} out, its weights are another model'
             )
         for name,value in values.items():
-            if name not in v.given|OF_RUN: changes[name] = value
+            if name not in vlm_cfg.given|OF_RUN: changes[name] = value
     if kind=='checkpoint' and 'lm_tokenizer' in changes:
         folder = resolve_checkpoint(start.path, False)
         changes['lm_tokenizer'] = find_tokenizer(folder, changes['lm_tokenizer'])
-    return evolve(v, **changes)
+    return evolve(vlm_cfg, **changes)
 
 # %% ../../nbs/62_runs.start.ipynb #733c317e
 _TEXT = 128 # tokens of a sample that are kept for text
 
 def _fitting(
-    v:VLMConfig,
+    vlm_cfg:VLMConfig,
     length:int, # `max_sample_length`
 )->tuple[str,int]: # field and value
     "Returns the largest size of pictures of which one fits into a sample, up to the configured one."
     room = length-_TEXT
-    if v.native:
-        return 'max_pixels',max(room*v.vit_img_size**2, v.min_pixels)
-    side = v.max_img_size//v.vit_img_size # in tiles
-    while side>1 and (side*side+1)*(v.mp_image_token_length+4)>room:
+    if vlm_cfg.native:
+        return 'max_pixels',max(room*vlm_cfg.vit_img_size**2, vlm_cfg.min_pixels)
+    side = vlm_cfg.max_img_size//vlm_cfg.vit_img_size # in tiles
+    while side>1 and (side*side+1)*(vlm_cfg.mp_image_token_length+4)>room:
         side -= 1 # 4 tokens announce a tile
-    return 'max_img_size',side*v.vit_img_size
+    return 'max_img_size',side*vlm_cfg.vit_img_size
 
 # %% ../../nbs/62_runs.start.ipynb #e5a1000a
-def _expected_start(v, c):
+def _expected_start(vlm_cfg, train_cfg):
     "Returns where a start will begin; of a new run its directory is not looked at."
-    run_dir = run_path(**v.to_dict()|c.to_dict()) if c.resume else None
-    return start_of(run_dir, v, c)
+    run_dir = None
+    if train_cfg.resume:
+        run_dir = run_path(**vlm_cfg.to_dict()|train_cfg.to_dict())
+    return start_of(run_dir, vlm_cfg, train_cfg)
 
 def resolve_start(
-    v:VLMConfig,
-    c:TrainConfig,
+    vlm_cfg:VLMConfig,
+    train_cfg:TrainConfig,
     world_size:int=1, # ranks
     start:Start|None=None, # where it begins; None: as the settings say
 )->tuple[VLMConfig,TrainConfig,list[str]]: # what will run, and lines for the log
     """Resolves the given settings to the configurations of model and run; the lines say what is not as it was
     given. A UsageError where it does not fit together."""
-    if start is None: start = _expected_start(v, c)
+    if start is None: start = _expected_start(vlm_cfg, train_cfg)
     require(
-        not c.lora_rank or start.kind in ('resume','checkpoint','named'),
-        f'lora_rank {c.lora_rank}: adapters stand beside the weights of a checkpoint '
-        'that is trained already; give load_from, a checkpoint '
+        not train_cfg.lora_rank or start.kind in ('resume','checkpoint','named'),
+        f'lora_rank {train_cfg.lora_rank}: adapters stand beside the weights of a '
+        'checkpoint that is trained already; give load_from, a checkpoint '
         '(a directory, a run, or a hub id)'
     )
     lines:list[str] = []
-    sized = _with_sizes(v, start)
-    changed = [f.name for f in fields(v) if getattr(sized, f.name)!=getattr(v, f.name)]
+    sized = _with_sizes(vlm_cfg, start)
+    changed = [
+        field.name
+        for field in fields(vlm_cfg)
+        if getattr(sized, field.name)!=getattr(vlm_cfg, field.name)
+    ]
     if changed:
         lines.append(f"from the files that the run begins with: {', '.join(changed)}")
     if changed and start.kind=='backbones':
@@ -247,51 +254,56 @@ def resolve_start(
             f'{sized.patches_per_side} x {sized.patches_per_side} patches '
             f'and {sized.mp_image_token_length} image tokens'
         )
-    name,largest = _fitting(sized, c.max_sample_length)
-    chosen = start.kind in ('checkpoint','backbones') and name not in v.given
+    name,largest = _fitting(sized, train_cfg.max_sample_length)
+    chosen = start.kind in ('checkpoint','backbones') and name not in vlm_cfg.given
     if chosen and largest<getattr(sized, name):
         sized = evolve(sized, **{name:largest})
         lines.append(
             f'{name} is {largest}, so that a picture and {_TEXT} tokens of text fit '
-            f'into max_sample_length {c.max_sample_length}: '
+            f'into max_sample_length {train_cfg.max_sample_length}: '
             'raise that, and lm_max_length, for more detail'
         )
-    if c.projector_steps:
+    if train_cfg.projector_steps:
         lines.append(
-            f'projector_steps {c.projector_steps:g}: the projector begins alone, '
+            f'projector_steps {train_cfg.projector_steps:g}: the projector begins alone, '
             'the backbones follow'
         )
-    if c.deepspeed_config:
-        c,translated = read_deepspeed(c.deepspeed_config, c, world_size)
+    if train_cfg.deepspeed_config:
+        train_cfg,translated = read_deepspeed(
+            train_cfg.deepspeed_config, train_cfg, world_size
+        )
         lines += translated
-    check_configs(sized, c)
-    if start.kind=='checkpoint' and c.resume_from_vlm_checkpoint:
-        return evolve(sized, vlm_checkpoint_path=start.path),c,lines
-    load_from = c.load_from # where the run begins, or began
+    check_configs(sized, train_cfg)
+    if start.kind=='checkpoint' and train_cfg.resume_from_vlm_checkpoint:
+        return evolve(sized, vlm_checkpoint_path=start.path),train_cfg,lines
+    load_from = train_cfg.load_from # where the run begins, or began
     if start.kind=='checkpoint':
         load_from = start.path # of a run that was named, its checkpoint
     if start.kind=='file':
         load_from = str(pth_path(start.path, sized))
     if start.kind=='resume':
         load_from = start.state['configs']['train'].get('load_from')
-    if load_from!=c.load_from:
-        c = evolve(c, load_from=load_from)
-    return sized,c,lines
+    if load_from!=train_cfg.load_from:
+        train_cfg = evolve(train_cfg, load_from=load_from)
+    return sized,train_cfg,lines
 
 # %% ../../nbs/62_runs.start.ipynb #e5a10011
 def foresee_start(
-    v:VLMConfig,
-    c:TrainConfig,
+    vlm_cfg:VLMConfig,
+    train_cfg:TrainConfig,
     world_size:int=1, # ranks
 )->tuple[Start,VLMConfig,TrainConfig,list[str]]: # where it begins, and as `resolve_start`
     """Returns what a start will be; where files that the model names cannot be read, sizes are as they were
     given."""
-    start = _expected_start(v, c)
-    try: return start,*resolve_start(v, c, world_size, start)
+    start = _expected_start(vlm_cfg, train_cfg)
+    try: return start,*resolve_start(vlm_cfg, train_cfg, world_size, start)
     except FileNotFoundError as e:
-        if start.path==v.lm_model_type: kind = 'named'
+        if start.path==vlm_cfg.lm_model_type: kind = 'named'
         elif start.kind in ('backbones','file'): kind = 'random'
         else: raise
         note = f'sizes are those that were given, for the files cannot be read here: {e}'
-        _,c,lines = resolve_start(v, c, world_size, start._replace(kind=kind)) # or raises again
-        return start,v,c,[note, *lines]
+        start_without_files = start._replace(kind=kind)
+        _,train_cfg,lines = resolve_start(
+            vlm_cfg, train_cfg, world_size, start_without_files
+        ) # or raises again
+        return start,vlm_cfg,train_cfg,[note, *lines]

@@ -13,95 +13,157 @@ from ..core.fields import WITH_WARMUP
 from ..core.config import effective_batch_size,loader_workers,TrainConfig,VLMConfig
 
 # %% ../../nbs/52_training.advice.ipynb #07a48b23
-_MOST = dict(data=.10, communication=.15, other=.05) # shares of the time, all else is computing
+_HIGHEST_SHARE = dict(data=.10, communication=.15, other=.05) # of the time, all else is computing
 # finer parts of the time -> what they belong to
-_SHARE = dict(
+_KIND_OF = dict(
     forward_backward='compute',
     optimizer='other',
     validation='other',
     checkpoint='other'
 )
 
-def _grouped(shares:dict[str,float])->dict[str,float]: # of the time, by the names below or those of `_SHARE`
-    "Returns shares of the time as the targets name them: `compute`, `data`, `communication`, `other`."
+def _grouped(
+    shares:dict[str,float], # of the time, by the names below or those of `_KIND_OF`
+)->dict[str,float]: # of `compute`, `data`, `communication`, `other`
+    "Returns shares of the time as the targets name them."
     parts:dict[str,float] = {}
     for name,share in shares.items():
-        kind = _SHARE.get(name, name)
+        kind = _KIND_OF.get(name, name)
         parts[kind] = parts.get(kind, 0)+share
     return parts
 
 # %% ../../nbs/52_training.advice.ipynb #d45bb6a6
 def _over_budget(shares:dict[str,float])->dict[str,float]:
     "Returns the shares of the time that are larger than they should be, see `_grouped`."
-    return {k:v for k,v in _grouped(shares).items() if v>_MOST.get(k, 1)}
+    return {
+        kind:share
+        for kind,share in _grouped(shares).items()
+        if share>_HIGHEST_SHARE.get(kind, 1)
+    }
 
 # %% ../../nbs/52_training.advice.ipynb #c9f5862b
 def _smaller_pictures(cfg:VLMConfig)->list[int]:
     "Returns ever smaller values of `max_img_size`, down to one tile."
-    n = cfg.max_img_size//cfg.vit_img_size
-    return [(n>>i)*cfg.vit_img_size for i in range(1, n.bit_length())]
+    tiles = cfg.max_img_size//cfg.vit_img_size # a side
+    halvings = range(1, tiles.bit_length())
+    return [(tiles>>halving)*cfg.vit_img_size for halving in halvings]
 
 # %% ../../nbs/52_training.advice.ipynb #7c2e7c82
 Table = dict[str,list[tuple[Any,str]]] # kind of waiting or work -> rows of (condition, sentence)
 
-def if_it_waits(v:VLMConfig, c:TrainConfig, cores:int|None=None)->Table: # of a rank
+def if_it_waits(
+    vlm_cfg:VLMConfig,
+    train_cfg:TrainConfig,
+    cores:int|None=None, # of a rank; None: unknown
+)->Table:
     "Returns what helps a run that waits for data or for other ranks."
-    now = loader_workers(c, cores)
-    smaller = _smaller_pictures(v)
-    a = c.gradient_accumulation_steps
-    more = min(max(2*now, 6), c.batch_size*a, cores or 32)
-    streamed = c.stream_dataset or c.train_dataset_path=='shapes' or c.train_dataset_path.endswith('.jsonl')
-    own = c.train_dataset_path in ('rows','labels') # they are in memory, or have been read
-    return dict(data=[(more>now, f'num_workers {now} -> {more}'),
-        (not (streamed or own), 'stream_dataset True, if the disk is slow'),
-        (v.resize_to_max_side_len and smaller,
-            'resize_to_max_side_len False: fewer tiles of small pictures'),
-        (smaller,
-            f'max_img_size {v.max_img_size} -> {[*smaller, 0][0]}: fewer pixels to decode and resize'),
-    ], communication=[(c.sharding=='zero3',
-        'sharding zero3 -> zero2, if the weights fit'),
-        (a<16, f'gradient_accumulation_steps {a} -> 16: fewer exchanges, but {16/a:.3g} times as many packs'),
-        (c.max_tiles_per_knapsack is None,
-            'max_tiles_per_knapsack: no rank waits for the fullest pack')])
+    workers = loader_workers(train_cfg, cores)
+    smaller = _smaller_pictures(vlm_cfg)
+    accumulation = train_cfg.gradient_accumulation_steps
+    lanes = train_cfg.batch_size*accumulation
+    more_workers = min(max(2*workers, 6), lanes, cores or 32)
+    path = train_cfg.train_dataset_path
+    is_stream = train_cfg.stream_dataset or path=='shapes' or path.endswith('.jsonl')
+    in_memory = path in ('rows','labels') # or they have been read
+    data = [
+        (more_workers>workers, f'num_workers {workers} -> {more_workers}'),
+        (not (is_stream or in_memory), 'stream_dataset True, if the disk is slow'),
+        (
+            vlm_cfg.resize_to_max_side_len and smaller,
+            'resize_to_max_side_len False: fewer tiles of small pictures'
+        ),
+        (
+            smaller,
+            f'max_img_size {vlm_cfg.max_img_size} -> {[*smaller, 0][0]}: '
+            'fewer pixels to decode and resize'
+        )
+    ]
+    communication = [
+        (train_cfg.sharding=='zero3', 'sharding zero3 -> zero2, if the weights fit'),
+        (
+            accumulation<16,
+            f'gradient_accumulation_steps {accumulation} -> 16: fewer exchanges, '
+            f'but {16/accumulation:.3g} times as many packs'
+        ),
+        (
+            train_cfg.max_tiles_per_knapsack is None,
+            'max_tiles_per_knapsack: no rank waits for the fullest pack'
+        )
+    ]
+    return dict(data=data, communication=communication)
 
 # %% ../../nbs/52_training.advice.ipynb #417dcf21
-def _if_it_works(c:TrainConfig, shares:dict[str,float]={}, # with `validation` and `checkpoint`
-    device:str='cuda')->Table:
+def _if_it_works(
+    train_cfg:TrainConfig,
+    shares:dict[str,float]={}, # of the time, with `validation` and `checkpoint`
+    device:str='cuda', # its type
+)->Table:
     "Returns what helps a run that spends its time beside forward and backward, or in them."
-    def part(name): return shares.get(name, 0)>_MOST['other']/2
-    a = c.gradient_accumulation_steps
-    gpu = device!='cpu'
-    return dict(other=[(part('validation'),
-        f'eval_interval {c.eval_interval} -> {2*c.eval_interval}'),
-        (part('checkpoint') and c.save_interval,
-            f'save_interval {c.save_interval} -> {2*c.save_interval}'),
-        (c.offload_optimizer,
-            'offload_optimizer False: the accelerator makes the update'),
-        (part('checkpoint') and not c.async_save,
-            'async_save True: checkpoints are written while training goes on'),
-        (c.stats_log_interval<100, f'stats_log_interval {c.stats_log_interval} -> 100'),
-    ], compute=[(gpu and not c.compile, 'compile True'),
-        (gpu and c.dtype=='float32',
-            'dtype float32 -> auto: matrix products in 16 bits'),
-        (c.language_checkpointing or c.vision_checkpointing,
-            'language_checkpointing and vision_checkpointing False, if the memory allows it'),
-        (gpu and c.batch_size<4 and a%2==0,
-            f'batch_size {c.batch_size} -> {2*c.batch_size} and '
-            f'gradient_accumulation_steps {a} -> {a//2}, if the memory allows it: the same update')])
+    def is_long(part): return shares.get(part, 0)>_HIGHEST_SHARE['other']/2
+    accumulation = train_cfg.gradient_accumulation_steps
+    batch_size = train_cfg.batch_size
+    save_interval = train_cfg.save_interval
+    has_gpu = device!='cpu'
+    other = [
+        (
+            is_long('validation'),
+            f'eval_interval {train_cfg.eval_interval} -> {2*train_cfg.eval_interval}'
+        ),
+        (
+            is_long('checkpoint') and save_interval,
+            f'save_interval {save_interval} -> {2*save_interval}'
+        ),
+        (
+            train_cfg.offload_optimizer,
+            'offload_optimizer False: the accelerator makes the update'
+        ),
+        (
+            is_long('checkpoint') and not train_cfg.async_save,
+            'async_save True: checkpoints are written while training goes on'
+        ),
+        (
+            train_cfg.stats_log_interval<100,
+            f'stats_log_interval {train_cfg.stats_log_interval} -> 100'
+        )
+    ]
+    compute = [
+        (has_gpu and not train_cfg.compile, 'compile True'),
+        (
+            has_gpu and train_cfg.dtype=='float32',
+            'dtype float32 -> auto: matrix products in 16 bits'
+        ),
+        (
+            train_cfg.language_checkpointing or train_cfg.vision_checkpointing,
+            'language_checkpointing and vision_checkpointing False, '
+            'if the memory allows it'
+        ),
+        (
+            has_gpu and batch_size<4 and accumulation%2==0,
+            f'batch_size {batch_size} -> {2*batch_size} and '
+            f'gradient_accumulation_steps {accumulation} -> {accumulation//2}, '
+            'if the memory allows it: the same update'
+        )
+    ]
+    return dict(other=other, compute=compute)
 
 # %% ../../nbs/52_training.advice.ipynb #eedaaff6
-def stability_advice(c:TrainConfig)->list[str]:
+def stability_advice(train_cfg:TrainConfig)->list[str]:
     "Returns what helps a run whose loss or gradient norm jumps, most promising first."
-    backbones = ('lr_vision_backbone','lr_language_backbone') if c.lr_backbones is None else ('lr_backbones',)
-    names = ('lr_lora',) if c.lora_rank else ('lr_mp',*backbones)
+    names = ['lr_mp','lr_vision_backbone','lr_language_backbone']
+    if train_cfg.lr_backbones is not None: names = ['lr_mp','lr_backbones']
+    if train_cfg.lora_rank: names = ['lr_lora']
     rates = []
     for name in names:
-        lr = getattr(c, name)
+        lr = getattr(train_cfg, name)
         if lr:
             rates.append(f'{name} {lr:g} -> {min(lr/2, .001):g}')
-    warmup = [f'warmup_ratio {c.warmup_ratio:g} -> {min(max(2*c.warmup_ratio, .03), 1):g}']
-    if c.lr_schedule not in WITH_WARMUP: warmup = []
-    clip = f'max_grad_norm {c.max_grad_norm} -> {(c.max_grad_norm or 2)/2:g}: a higher one lets more through'
+    warmup = []
+    if train_cfg.lr_schedule in WITH_WARMUP:
+        ratio = train_cfg.warmup_ratio
+        longer = min(max(2*ratio, .03), 1)
+        warmup = [f'warmup_ratio {ratio:g} -> {longer:g}']
+    norm = train_cfg.max_grad_norm
+    clip = f'max_grad_norm {norm} -> {(norm or 2)/2:g}: a higher one lets more through'
     return [*rates[:1], *warmup, *rates[1:], clip]
 
 # %% ../../nbs/52_training.advice.ipynb #d2eae117
@@ -112,157 +174,200 @@ class Remedy(NamedTuple):
 
     def __str__(self):
         "Returns the settings and the price in words."
-        return ', '.join(f'{k} {v}' for k,v in self.changes.items())+f' ({self.price})'
+        settings = ', '.join(f'{name} {value}' for name,value in self.changes.items())
+        return f'{settings} ({self.price})'
 
 def _smaller_batches(cfg:TrainConfig)->list[dict]:
     "Returns other splits of the same update, down to micro-batches of one pack."
-    b = cfg.batch_size
-    a = cfg.gradient_accumulation_steps
+    now = cfg.batch_size
+    lanes = now*cfg.gradient_accumulation_steps
     return [
-        dict(batch_size=n, gradient_accumulation_steps=a*b//n)
-        for n in range(b-1, 0, -1)
-        if b%n==0
+        dict(batch_size=smaller, gradient_accumulation_steps=lanes//smaller)
+        for smaller in range(now-1, 0, -1)
+        if now%smaller==0
     ]
 
 # %% ../../nbs/52_training.advice.ipynb #c24d6542
-def memory_remedies(v:VLMConfig, t:TrainConfig, world_size:int=1,
-    device:str='cuda')->list[Remedy]:
-    "Returns what to change when memory is short, in the order in which to try it, one on top of the other."
+def memory_remedies(
+    vlm_cfg:VLMConfig,
+    train_cfg:TrainConfig,
+    world_size:int=1, # ranks
+    device:str='cuda', # its type
+)->list[Remedy]: # in the order in which to try them, one on top of the other
+    "Returns what to change when memory is short."
     fewer = {
-        n:min(getattr(t, n), 10)
-        for n in ('max_images_per_knapsack','max_images_per_example')
+        name:min(getattr(train_cfg, name), 10)
+        for name in ('max_images_per_knapsack','max_images_per_example')
     }
-    shorter = dict(lm_max_length=2048, max_sample_length=min(t.max_sample_length, 2048))
-    adapted = any(not name.startswith('decoder') for name in t.lora_targets)
-    tower = adapted if t.lora_rank else t.lr_backbone_pair[0]
+    shorter = dict(
+        lm_max_length=2048,
+        max_sample_length=min(train_cfg.max_sample_length, 2048)
+    )
+    adapted = any(not name.startswith('decoder') for name in train_cfg.lora_targets)
+    tower_lr,_ = train_cfg.lr_backbone_pair
+    tower_learns = adapted if train_cfg.lora_rank else tower_lr
     stages = ('ddp','zero2','zero3')
     rows:list[tuple] = [
-        (True, new, 'the update stays the same') for new in _smaller_batches(t)
+        (True, changes, 'the update stays the same')
+        for changes in _smaller_batches(train_cfg)
     ]
     rows += [
-        (t.max_images_per_knapsack>10, fewer, 'packs with many pictures are split'),
         (
-            v.lm_max_length>2048,
+            train_cfg.max_images_per_knapsack>10,
+            fewer,
+            'packs with many pictures are split'
+        ),
+        (
+            vlm_cfg.lm_max_length>2048,
             shorter,
             'longer samples are dropped, and an update has fewer tokens'
         )
     ]
-    for part,learns in (('language',True), ('vision',tower)):
+    for part,learns in (('language',True), ('vision',tower_learns)):
         field = f'{part}_checkpointing'
         rows.append(
             (
-                learns and not getattr(t, field),
+                learns and not getattr(train_cfg, field),
                 {field:True},
                 'up to a third more arithmetic'
             )
         )
     rows += [
-        (True, dict(max_img_size=n), 'pictures lose detail')
-        for n in _smaller_pictures(v)
+        (True, dict(max_img_size=pixels), 'pictures lose detail')
+        for pixels in _smaller_pictures(vlm_cfg)
     ]
-    tiles = not t.max_tiles_per_knapsack
+    no_limit = not train_cfg.max_tiles_per_knapsack
     rows.append(
-        (tiles, dict(max_tiles_per_knapsack=16), 'packs with many tiles are split')
+        (no_limit, dict(max_tiles_per_knapsack=16), 'packs with many tiles are split')
     )
-    for stage in stages[stages.index(t.sharding)+1:]:
+    for stage in stages[stages.index(train_cfg.sharding)+1:]:
         rows.append((world_size>1, dict(sharding=stage), 'more traffic between ranks'))
     rows += [
         (
             world_size>1
-            and t.gradient_accumulation_steps>1
-            and not t.reduce_every_micro_batch,
+            and train_cfg.gradient_accumulation_steps>1
+            and not train_cfg.reduce_every_micro_batch,
             dict(reduce_every_micro_batch=True),
             'more traffic between ranks'
         ),
         (
-            not t.offload_optimizer and device!='cpu',
+            not train_cfg.offload_optimizer and device!='cpu',
             dict(offload_optimizer=True),
             'updates are slow'
         )
     ]
-    return [Remedy(changes, price) for ok,changes,price in rows if ok]
+    return [Remedy(changes, price) for applies,changes,price in rows if applies]
 
 # %% ../../nbs/52_training.advice.ipynb #effcae7d
-def advice(shares:dict[str,float], c:TrainConfig, v:VLMConfig|None=None,
-    oom:bool=False, unstable:bool=False, # memory ran out; the loss or the gradient norm jumped
-    keeps:Callable=lambda changes: True, # may a run resume with them?
-    cpus:int|None=None, ranks:int=1, device:str='cuda')->list[str]: # of the machine on which it computes
-    "Returns a line for each thing that is not in order, with what to change; for `shares` see `_grouped`."
-    v = v or VLMConfig()
+def advice(
+    shares:dict[str,float], # of the time, see `_grouped`
+    train_cfg:TrainConfig,
+    vlm_cfg:VLMConfig|None=None, # None: the default
+    oom:bool=False, # memory ran out
+    unstable:bool=False, # the loss or the gradient norm jumped
+    keeps:Callable=lambda changes: True, # `keeps(changes)`: a run may resume with them
+    cpus:int|None=None, # processors of the machine; None: unknown
+    ranks:int=1, # on the machine
+    device:str='cuda', # its type
+)->list[str]: # a line for each thing that is not in order
+    "Returns what to change in a run, and why."
+    vlm_cfg = vlm_cfg or VLMConfig()
     over = _over_budget(shares)
     cores = cpus and max(cpus//ranks, 1)
-    remedies = memory_remedies(v, c, ranks, device) if oom else []
-    said = {
+    remedies = memory_remedies(vlm_cfg, train_cfg, ranks, device) if oom else []
+    lines_of = {
         'out of memory':[str(r) for r in remedies if keeps(r.changes)],
         'only in a new run':[str(r) for r in remedies if not keeps(r.changes)],
-        'unstable':stability_advice(c) if unstable else []
+        'unstable':stability_advice(train_cfg) if unstable else []
     }
     why = {}
     for kind,share in over.items():
-        why[kind] = f'{kind} takes {share:.0%} of the time, {_MOST[kind]:.0%} at most is fine'
+        why[kind] = (
+            f'{kind} takes {share:.0%} of the time, '
+            f'{_HIGHEST_SHARE[kind]:.0%} at most is fine'
+        )
     if shares and not over:
         why = dict(compute='the time is well spent; to go faster')
-    tables = if_it_waits(v, c, cores)|_if_it_works(c, shares, device)
+    tables = if_it_waits(vlm_cfg, train_cfg, cores)
+    tables |= _if_it_works(train_cfg, shares, device)
     for kind,rows in tables.items():
         if kind in why:
-            said[why[kind]] = [sentence for ok,sentence in rows if ok]
-    return [f"{what}: {'; '.join(how)}" for what,how in said.items() if how]
+            lines_of[why[kind]] = [sentence for applies,sentence in rows if applies]
+    return [
+        f"{reason}: {'; '.join(changes)}"
+        for reason,changes in lines_of.items()
+        if changes
+    ]
 
 # %% ../../nbs/52_training.advice.ipynb #ef7c37d6
-def checkpoints_written(cfg:TrainConfig, updates:int)->int: # of the run
+def checkpoints_written(
+    cfg:TrainConfig,
+    updates:int, # of the run
+)->int:
     """Returns how many checkpoints a run writes, from its beginning to its end:
     one before the first update if that is validated, and always one at the end."""
     validated = cfg.eval_interval if cfg.eval_in_epochs else 0
     intervals = [interval for interval in (cfg.save_interval, validated) if interval]
-    at = {updates}
+    saved = {updates} # the updates with a checkpoint
     for interval in intervals:
-        at.update(range(interval, updates+1, interval))
-    return len(at)+cfg.eval_in_epochs
+        saved.update(range(interval, updates+1, interval))
+    return len(saved)+cfg.eval_in_epochs
 
 # %% ../../nbs/52_training.advice.ipynb #ba6542eb
-def _save_notes(c:TrainConfig)->list[str]:
+def _save_notes(train_cfg:TrainConfig)->list[str]:
     "Returns what is odd about the checkpoints, a line for each."
-    updates = c.length.updates()
-    every = c.save_interval or (c.eval_interval if c.eval_in_epochs else 0)
+    updates = train_cfg.length.updates()
+    every = train_cfg.save_interval
+    if not every and train_cfg.eval_in_epochs: every = train_cfg.eval_interval
     if not every:
         return ['save_interval is 0 and eval_in_epochs False: only the end is saved']
     advised = (
         '50 to 100 with max_keep_ckpts 3 while you try whether a run works, '
         '500 to 1000 with max_keep_ckpts 1 later'
     )
-    stay = 'the' if updates is None else f'{checkpoints_written(c, updates)}'
+    count = 'the' if updates is None else checkpoints_written(train_cfg, updates)
     rows = [
         (not 50<=every<=1000, f'a checkpoint every {every} updates: {advised}'),
         (
-            c.max_keep_ckpts==-1 and (updates is None or updates//every>3),
-            f'max_keep_ckpts is -1, all {stay} checkpoints stay on the disk: {advised}'
+            train_cfg.max_keep_ckpts==-1 and (updates is None or updates//every>3),
+            f'max_keep_ckpts is -1, all {count} checkpoints stay on the disk: {advised}'
         )
     ]
-    return [s for ok,s in rows if ok]
+    return [note for applies,note in rows if applies]
 
 # %% ../../nbs/52_training.advice.ipynb #23799a3d
-def _projector_advice(c:TrainConfig, ranks:int=1, epochs:float|None=None)->list[str]: # None: `max_epochs`
+def _projector_advice(
+    train_cfg:TrainConfig,
+    ranks:int=1,
+    epochs:float|None=None, # passes over the data; None: `max_epochs`
+)->list[str]:
     "Returns a line for each number that is unusual in a run that trains only the projector."
-    if any(c.lr_backbone_pair) or c.lora_rank: return []
+    if any(train_cfg.lr_backbone_pair) or train_cfg.lora_rank: return []
     rows = [
-        ('max_epochs', epochs or c.max_epochs, 4, 6),
-        ('lr_mp', c.lr_mp, 1e-4, 5e-4),
-        ('packs_of_an_update', effective_batch_size(c, ranks), 8, 32)
+        ('max_epochs', epochs or train_cfg.max_epochs, 4, 6),
+        ('lr_mp', train_cfg.lr_mp, 1e-4, 5e-4),
+        ('packs_of_an_update', effective_batch_size(train_cfg, ranks), 8, 32)
     ] # MiniMind-V's ranges
     return [
-        f'{name} is {v:g}: for a projector alone, {low:g} to {high:g} is usual'
-        for name,v,low,high in rows
-        if v is not None and not low<=v<=high
+        f'{name} is {value:g}: for a projector alone, {low:g} to {high:g} is usual'
+        for name,value,low,high in rows
+        if value is not None and not low<=value<=high
     ]
 
 # %% ../../nbs/52_training.advice.ipynb #e8d0096d
-def lint(c:TrainConfig, cpus:int|None=None, ranks:int=1,
-    epochs:float|None=None)->list[str]:
+def lint(
+    train_cfg:TrainConfig,
+    cpus:int|None=None, # processors of the machine; None: unknown
+    ranks:int=1, # on the machine
+    epochs:float|None=None, # passes over the data; None: `max_epochs`
+)->list[str]: # a line for each
     "Returns settings that are legal and perhaps not meant; none of them stops a run."
-    n = c.num_workers or 0
-    most = n if cpus is None else min(n, max(cpus//ranks, 1))
-    notes = _save_notes(c)+_projector_advice(c, ranks, epochs)
-    if most<n:
-        notes.append(f'num_workers {n} on each of {ranks} ranks, but the machine has {cpus} processors: '
-            f'{most} at most, more only hinder each other')
+    workers = train_cfg.num_workers or 0
+    useful = workers if cpus is None else min(workers, max(cpus//ranks, 1))
+    notes = _save_notes(train_cfg)+_projector_advice(train_cfg, ranks, epochs)
+    if useful<workers:
+        notes.append(
+            f'num_workers {workers} on each of {ranks} ranks, but the machine has '
+            f'{cpus} processors: {useful} at most, more only hinder each other'
+        )
     return notes

@@ -34,46 +34,59 @@ from ..model.pretrained import beside_base
 from .shard import begin_state,on_cpu,pieces_of,reshard,use_whole
 
 # %% ../../nbs/48_training.checkpoint.ipynb #17b21a86
-def _flat_state(model:nn.Module, optimizer:torch.optim.Optimizer)->dict[str,Tensor]: # plain; in its memory
-    "Returns what an optimizer knows of each parameter: 'parameter.exp_avg' -> tensor of a dimension or more."
-    known = {}
+def _flat_state(
+    model:nn.Module, # unwrapped
+    optimizer:torch.optim.Optimizer, # of its parameters
+)->dict[str,Tensor]: # e.g. 'norm.weight.exp_avg' -> tensor, in the optimizer's memory
+    "Returns the state of an optimizer under names; a scalar becomes a tensor of one dimension."
+    state = {}
     for name,p in reshard(model).named_parameters():
         for key,value in optimizer.state.get(p, {}).items():
             if value is None: continue
             tensor = torch.as_tensor(value)
-            known[f'{name}.{key}'] = tensor if tensor.ndim else tensor.reshape(1)
-    return known
+            state[f'{name}.{key}'] = tensor if tensor.ndim else tensor.reshape(1)
+    return state
 
 # %% ../../nbs/48_training.checkpoint.ipynb #5c90a7e2
 class _PieceWriter(HuggingFaceStorageWriter):
     "Writes this rank's pieces into one safetensors file, which `HuggingFaceStorageReader` can read."
-    def write_data(self, plan, planner)->torch.futures.Future: # this rank's pieces, what knows them; done
+    def write_data(
+        self,
+        plan, # names this rank's pieces
+        planner, # has their values
+    )->torch.futures.Future: # done
         "Writes the file; a rank without a piece has none."
         pieces = {}
-        begins = {}
+        offsets = {}
         for item in plan.items:
             name = item.index.fqn
             pieces[name] = planner.resolve_data(item).detach().cpu().contiguous()
-            begins[name] = dict(saved_offsets=list(item.tensor_data.chunk.offsets))
+            offsets[name] = dict(saved_offsets=list(item.tensor_data.chunk.offsets))
         file = Path(self.path)/f"rank_{plan.storage_data['shard_index']-1}.safetensors"
         if pieces:
-            save_file(pieces, file, dict(DCP_SHARDING_INFO=json.dumps(begins)))
+            save_file(pieces, file, dict(DCP_SHARDING_INFO=json.dumps(offsets)))
         return super().write_data(replace(plan, items=[]), planner) # nothing is left to write
 
 # %% ../../nbs/48_training.checkpoint.ipynb #0f7be492
-def _first(e):
-    return min(e.failures.items())[1][0] # what went wrong on the first rank that could not
+def _first_error(e): # a `CheckpointException`
+    "Returns the error of the lowest rank that has one."
+    _,(error,_) = min(e.failures.items())
+    return error
 
 # %% ../../nbs/48_training.checkpoint.ipynb #b3be092b
-def _dcp(action, tensors, dist, **how):
+def _dcp(action, tensors, dist, **storage): # `dcp.save` or `dcp.load`
     "Saves or loads with the ranks there are."
     with warnings.catch_warnings():
         warnings.filterwarnings('ignore', message='torch.distributed is disabled') # on one rank
-        action(tensors, process_group=dist.cpu_group, **how)
+        action(tensors, process_group=dist.cpu_group, **storage)
 
 # %% ../../nbs/48_training.checkpoint.ipynb #c4b939bd
-def _save_optimizer(folder:Path, state:dict[str,Tensor], dist:Dist)->None: # see `_flat_state`; all ranks call
-    "Writes an optimizer's state, every rank its part; raises what went wrong."
+def _save_optimizer(
+    folder:Path,
+    state:dict[str,Tensor], # from `_flat_state`
+    dist:Dist, # every rank must call
+)->None:
+    "Writes an optimizer's state, every rank its part; raises the error of the lowest rank that has one."
     try:
         _dcp(
             dcp.save,
@@ -81,11 +94,14 @@ def _save_optimizer(folder:Path, state:dict[str,Tensor], dist:Dist)->None: # see
             dist,
             storage_writer=_PieceWriter(str(folder), save_distributed=True)
         )
-    except CheckpointException as e: raise _first(e) from e
+    except CheckpointException as e: raise _first_error(e) from e
 
 # %% ../../nbs/48_training.checkpoint.ipynb #3ab4f981
-def load_optimizer(folder:Path, model:nn.Module, # from `_save_optimizer`; unwrapped
-    optimizer:torch.optim.Optimizer, dist:Dist, # of the same parameters; all ranks call, of any number
+def load_optimizer(
+    folder:Path, # from `_save_optimizer`
+    model:nn.Module, # unwrapped
+    optimizer:torch.optim.Optimizer, # of its parameters
+    dist:Dist, # every rank must call; there may be more or fewer than when it was saved
 )->None:
     "Reads an optimizer's state; learning rates and other options stay those of this run."
     begin_state(optimizer)
@@ -93,8 +109,8 @@ def load_optimizer(folder:Path, model:nn.Module, # from `_save_optimizer`; unwra
     try:
         _dcp(dcp.load, flat, dist, storage_reader=HuggingFaceStorageReader(str(folder)))
     except CheckpointException as e:
-        first = _first(e)
-        why = (str(first).strip() or type(first).__name__).splitlines()[0]
+        error = _first_error(e)
+        why = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UsageError(f'the optimizer in {folder} cannot be read: {why}') from e
     for name,p in model.named_parameters():
         state = optimizer.state.get(p, {})
@@ -105,7 +121,9 @@ def load_optimizer(folder:Path, model:nn.Module, # from `_save_optimizer`; unwra
             optimizer.state.pop(p) # it begins with its first update
 
 # %% ../../nbs/48_training.checkpoint.ipynb #ef67448d
-def check_checkpoint(checkpoint:Path, name:str|None=None, # how the message calls it
+def check_checkpoint(
+    checkpoint:Path,
+    name:str|None=None, # what the message calls it; None: its path
     dist:Dist=Dist(), # every rank must call; rank 0 looks
 )->None:
     "Raises MissingFile if a checkpoint is not complete, UsageError if it is damaged."
@@ -116,23 +134,25 @@ def check_checkpoint(checkpoint:Path, name:str|None=None, # how the message call
                 f'{name or checkpoint} is not a complete checkpoint, '
                 f'it lacks {missing}: choose another'
             )
-        wrong = damaged_pieces(checkpoint)
+        damaged = damaged_pieces(checkpoint)
         require(
-            not wrong,
-            f'{name or checkpoint} is damaged: {", ".join(wrong)}. '
+            not damaged,
+            f'{name or checkpoint} is damaged: {", ".join(damaged)}. '
             f'Choose another, or copy it again; {MEANT.format(checkpoint)}'
         )
     on_master(dist, look)
 
 # %% ../../nbs/48_training.checkpoint.ipynb #575ca2b5
-def snapshot(model:nn.Module, # unwrapped `VisionLanguageModel`
-    optimizer:torch.optim.Optimizer|None, dist:Dist, # None: weights only; every rank must call
-    memory:dict[str,Tensor]|None=None, # of copies, which updates that follow do not change; None: no copies
+def snapshot(
+    model:nn.Module, # unwrapped `VisionLanguageModel`
+    optimizer:torch.optim.Optimizer|None, # None: weights only
+    dist:Dist, # every rank must call
+    memory:dict[str,Tensor]|None=None, # holds the copies, over those of the last call; None: no copies
 )->dict: # 'weights' (on rank 0, or pieces on all), 'optimizer' (or None) and 'rng'
-    "Returns what a checkpoint holds of this rank's memory. Copies take the place of those of the last call."
+    "Returns what a checkpoint holds of this rank's memory; updates that follow do not change copies."
     def copied(tensors):
         if memory is None: return tensors
-        return {name:on_cpu(name, w, memory) for name,w in tensors.items()}
+        return {name:on_cpu(name, tensor, memory) for name,tensor in tensors.items()}
     adapters = getattr(model, 'lora_note', None)
     sharded = is_sharded(model)
     weights:dict[str,Any] = {}
@@ -141,7 +161,11 @@ def snapshot(model:nn.Module, # unwrapped `VisionLanguageModel`
     elif dist.is_master:
         weights = model.state_dict()
     if adapters:
-        weights = {name:w for name,w in weights.items() if beside_base(name, adapters)}
+        weights = {
+            name:tensor
+            for name,tensor in weights.items()
+            if beside_base(name, adapters)
+        }
     parts = dict(weights=weights if sharded else copied(weights), optimizer=None)
     if optimizer is None: return parts
     stateless = begin_state(optimizer)
@@ -154,16 +178,16 @@ HOOKS = 'hooks.safetensors' # tensors that hooks remember
 
 def _write_model(weights, model, tmp, final, tokenizer, dist):
     "Rank 0 writes the model, of whose weights all ranks may have a piece."
-    def write(whole): # a tokenizer of its own lies in the checkpoint, the config names its final path
+    # a tokenizer of its own lies in the checkpoint, whose final path the config names
+    final_path = final.absolute()
+    def write(whole):
         with system_errors(tmp):
-            model.save_pretrained(
-                tmp, tokenizer, known_as=final.absolute(), state=whole
-            )
+            model.save_pretrained(tmp, tokenizer, known_as=final_path, state=whole)
     if is_sharded(model): use_whole(weights, dist, write)
     else: on_master(dist, lambda: write(weights))
 
 def _write_parts(parts, tmp, state, dist):
-    "Writes this rank's other files of a checkpoint, reads its own back, and returns their digests."
+    """Writes this rank's other files of a checkpoint, reads them back, and returns their digests."""
     with system_errors(tmp):
         if parts['optimizer'] is not None:
             _save_optimizer(tmp/'optimizer', parts['optimizer'], dist)
@@ -179,21 +203,21 @@ def _write_parts(parts, tmp, state, dist):
             if tensors: save_file(tensors, tmp/HOOKS)
             text = json.dumps(state, indent=1, default=lambda tensor: None)
             (tmp/TRAINER_STATE).write_text(text+'\n', encoding='utf-8')
-    names = f'rng_{dist.rank}.json',f'optimizer/rank_{dist.rank}.safetensors'
+    names = (f'rng_{dist.rank}.json',f'optimizer/rank_{dist.rank}.safetensors')
     return file_digests(tmp, [name for name in names if (tmp/name).is_file()])
 
 # %% ../../nbs/48_training.checkpoint.ipynb #3f8d7c60
-def _write_checkpoint(parts, model, final, tokenizer, state, dist, then): # on every rank, see `Saver.save`
-    "Writes a checkpoint that is complete or absent."
+def _write_checkpoint(parts, model, final, tokenizer, state, dist, then):
+    "Writes a checkpoint that is complete or absent; every rank must call, see `Saver.save`."
     tmp = final.with_name(final.name+TMP)
     def finish():
-        written = {}
-        for part in digests: written |= part
-        write_manifest(tmp, written)
+        all_digests = {}
+        for of_rank in digests: all_digests |= of_rank
+        write_manifest(tmp, all_digests)
         share_files(tmp)
         for p in (*tmp.rglob('*'), tmp): fsync(p)
         with suppress(OSError):
-            final.rmdir() # an empty directory is nobody's
+            final.rmdir() # an empty directory holds nothing to lose
         if os.path.lexists(final): # the same update is saved twice
             require(
                 not why_kept(final),
@@ -211,29 +235,38 @@ def _write_checkpoint(parts, model, final, tokenizer, state, dist, then): # on e
         on_master(dist, finish)
     finally:
         if dist.is_master:
-            remove(tmp) # a part is of no use, and fills the disk
+            remove(tmp) # an unfinished checkpoint only fills the disk
 
 # %% ../../nbs/48_training.checkpoint.ipynb #02552f4c
 class Saver:
     "Writes one checkpoint after another, beside the training if it may."
-    def __init__(self, dist:Dist=Dist(), background:bool=True): # every rank makes one; write in a thread
+    def __init__(
+        self,
+        dist:Dist=Dist(), # every rank makes a `Saver`
+        background:bool=True, # write in a thread
+    ):
         self.dist = dist
         self.pool = ThreadPoolExecutor(1, 'checkpoint') if background else None
-        self.memory:Any = {} if background else None # of the copies that are written
-        self.writing:Future|None = None
-        if background and dist.world_size>1:
-            wait = timedelta(seconds=dist.timeout_s)
+        self.memory:Any = {} if background else None # copies that are being written
+        self.writing:Future|None = None # None: nothing is being written
+        if background and dist.world_size>1: # the thread must not use the training's group
+            timeout = timedelta(seconds=dist.timeout_s)
             self.dist = replace(
                 dist,
-                cpu_group=torch.distributed.new_group(backend='gloo', timeout=wait)
+                cpu_group=torch.distributed.new_group(backend='gloo', timeout=timeout)
             )
 
-    def save(self, model:nn.Module, run_dir:Path, step:int, # unwrapped, knows how its weights are written
-        tokenizer=None, state:dict={}, # saved if it cannot be loaded by name; becomes `trainer_state.json`
-        optimizer:torch.optim.Optimizer|None=None, # None: weights only; every rank must call
+    def save(
+        self,
+        model:nn.Module, # unwrapped `VisionLanguageModel`
+        run_dir:Path,
+        step:int, # updates so far
+        tokenizer=None, # written if it cannot be loaded by name
+        state:dict={}, # becomes `trainer_state.json`
+        optimizer:torch.optim.Optimizer|None=None, # None: weights only
         then:Callable=str, # called with the checkpoint on rank 0 when it is complete
     )->Path: # `run_dir/step_{step}`, which is there after `wait`
-        "Copies what the next update will change, and has it written."
+        "Copies what the next update will change, and has it written; every rank must call."
         self.wait()
         final = Path(run_dir)/f'step_{step}'
         parts = snapshot(model, optimizer, self.dist, self.memory)
@@ -251,7 +284,9 @@ class Saver:
         if writing is not None: writing.result()
 
 # %% ../../nbs/48_training.checkpoint.ipynb #d66dd1ed
-def export_pth(name:str|Path, folder:str|Path, # what `find_checkpoint` understands; made if needed
+def export_pth(
+    name:str|Path, # what `find_checkpoint` understands
+    folder:str|Path, # made if needed
 )->Path: # e.g. `pretrain_vlm_512.pth`
     "Writes a checkpoint in MiniMind's format."
     model = VisionLanguageModel.from_pretrained(find_checkpoint(name))

@@ -13,18 +13,21 @@ from ..core.usage import require
 from .trainer import Figures,Hook,Trainer
 
 # %% ../../nbs/54_training.ema.ipynb #e3a00008
-def ema_rate(rate:float, step:int)->float: # the highest; updates so far
+def ema_rate(
+    rate:float, # the highest
+    step:int, # updates so far
+)->float: # 0 to 1
     "Returns what the average keeps of itself in an update."
     return min(rate, (1+step)/(10+step))
 
 # %% ../../nbs/54_training.ema.ipynb #e3a0000c
 @torch.no_grad()
-def _exchange(weights:dict[str,Tensor], other:dict[str,Tensor])->None: # by name; likewise
-    "Each gets the values of its namesake."
-    for name,w in weights.items():
-        now = w.detach().clone()
-        w.copy_(other[name])
-        other[name].copy_(now)
+def _exchange(weights:dict[str,Tensor], other:dict[str,Tensor])->None:
+    "Exchanges the values of tensors with equal names."
+    for name,weight in weights.items():
+        values = weight.detach().clone()
+        weight.copy_(other[name])
+        other[name].copy_(values)
 
 # %% ../../nbs/54_training.ema.ipynb #e3a000c1
 class EMA(Hook):
@@ -40,13 +43,24 @@ class EMA(Hook):
 
     def begin(self, trainer:Trainer)->None:
         "Begins with the weights as they are, or as a checkpoint has them."
-        require(trainer.cfg.sharding=='ddp',
-            f'EMA with sharding {trainer.cfg.sharding}: set it to ddp, ranks must have whole weights')
-        self.weights = {n:p for n,p in trainer.base.named_parameters() if p.requires_grad}
+        require(
+            trainer.cfg.sharding=='ddp',
+            f'EMA with sharding {trainer.cfg.sharding}: set it to ddp, '
+            'ranks must have whole weights'
+        )
+        self.weights = {
+            name:p for name,p in trainer.base.named_parameters() if p.requires_grad
+        }
         if not self.other:
-            self.other = {n:p.detach().clone() for n,p in self.weights.items()}
-        require(self.other.keys()==self.weights.keys(), 'EMA: other weights train than before')
-        self.other = {n:w.to(self.weights[n].device) for n,w in self.other.items()}
+            self.other = {name:p.detach().clone() for name,p in self.weights.items()}
+        require(
+            self.other.keys()==self.weights.keys(),
+            'EMA: other weights train than before'
+        )
+        self.other = {
+            name:weight.to(self.weights[name].device)
+            for name,weight in self.other.items()
+        }
 
     def swap(self)->None:
         "Exchanges the two sets of weights."
@@ -54,17 +68,17 @@ class EMA(Hook):
         self.averaged = not self.averaged
 
     def before_update(self, trainer:Trainer)->None:
-        "The weights that train are back."
+        "Puts the weights that train back into the model."
         if self.averaged: self.swap()
 
     @torch.no_grad()
     def after_update(self, trainer:Trainer, figures:Figures)->None:
-        "The average follows, unless the update was refused, and takes its place."
+        "Lets the average follow, unless the update was refused, and puts it into the model."
         if self.averaged: return
         if trainer.refused is None:
-            new = 1-ema_rate(self.rate, trainer.step)
+            share = 1-ema_rate(self.rate, trainer.step) # of the new weights
             for name,p in self.weights.items():
-                self.other[name].lerp_(p.detach(), new)
+                self.other[name].lerp_(p.detach(), share)
         self.swap()
 
     def state_dict(self)->dict[str,Tensor]: # by name
@@ -73,5 +87,5 @@ class EMA(Hook):
         return self.other
 
     def load_state_dict(self, state:dict[str,Tensor])->None:
-        "Restores them."
+        "Restores the weights that train."
         self.other = state

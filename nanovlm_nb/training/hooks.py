@@ -28,8 +28,11 @@ from .advice import stability_advice
 # %% ../../nbs/53_training.hooks.ipynb #53b90abd
 H = TypeVar('H', bound=Hook)
 
-def find(trainer:Trainer, kind:type[H])->H:
-    "Returns the hook of this class."
+def find(
+    trainer:Trainer,
+    kind:type[H], # class of the hook
+)->H:
+    "Returns the hook of a class."
     return next(hook for hook in trainer.hooks if isinstance(hook, kind))
 
 # %% ../../nbs/53_training.hooks.ipynb #ec3d5a53
@@ -62,9 +65,9 @@ class BadUpdates(Hook):
         "Forgets the updates that will be made again."
         last = trainer.step if trainer.checkpoint else -1
         if not trainer.writes: return
-        before = read_bad_updates(trainer.log.run_dir)
-        kept = [record for record in before if record['update']<=last]
-        if kept!=before:
+        records = read_bad_updates(trainer.log.run_dir)
+        kept = [record for record in records if record['update']<=last]
+        if kept!=records:
             _write_bad_updates(trainer.log.run_dir, kept)
 
     def note(self, trainer:Trainer, update:Update)->None: # every rank must call
@@ -83,7 +86,8 @@ class BadUpdates(Hook):
         run_dir = trainer.log.run_dir
         if trainer.writes:
             _write_bad_updates(run_dir, [*read_bad_updates(run_dir), bad])
-        where = f'; its {update.samples} samples are in bad_updates.jsonl' if run_dir else ''
+        where = ''
+        if run_dir: where = f'; its {update.samples} samples are in bad_updates.jsonl'
         trainer.log.info(f'update {trainer.step} is skipped: {trainer.refused}{where}')
 
     def after_update(self, trainer:Trainer, figures:Figures)->None:
@@ -102,31 +106,33 @@ class BadUpdates(Hook):
         if trainer.refused:
             figures['skipped_updates'] = trainer.skipped
         if trainer.bad_in_a_row<self.limit: return
-        again = ''
+        replay = ''
         if run_dir:
-            again = (
+            replay = (
                 f'Their samples are in {run_dir}/bad_updates.jsonl, '
                 f'`nanovlm replay {run_dir} {trainer.step}` makes one again. '
             )
         advice = '; '.join(stability_advice(trainer.cfg))
-        trainer.stop = Unstable(f'{trainer.bad_in_a_row} updates in a row were skipped, '
-            f'the last is update {trainer.step}. {again}What helps an unstable run: {advice}')
+        trainer.stop = Unstable(
+            f'{trainer.bad_in_a_row} updates in a row were skipped, the last is update '
+            f'{trainer.step}. {replay}What helps an unstable run: {advice}'
+        )
 
 # %% ../../nbs/53_training.hooks.ipynb #10de91ab
 def costs(trainer:Trainer)->dict: # from `flops.unit_flops`
     "Returns the arithmetic per tile, position, pair and target of a run."
     cfg = trainer.cfg
     base = trainer.base
-    parts = {n for n in COMPONENTS if trains(getattr(base, n))}
+    parts = {name for name in COMPONENTS if trains(getattr(base, name))}
     blocks = base.decoder.blocks
-    learning = [len(blocks)-i for i,block in enumerate(blocks) if trains(block)]
-    last = None
-    if learning and not trains(base.decoder.token_embedding):
-        last = learning[0] # no gradient passes below
+    first_training = next((i for i,block in enumerate(blocks) if trains(block)), None)
+    last_blocks = None # all
+    if first_training is not None and not trains(base.decoder.token_embedding):
+        last_blocks = len(blocks)-first_training # no gradient passes below
     return unit_flops(
         base.cfg,
         parts,
-        last,
+        last_blocks,
         cfg.vision_checkpointing,
         cfg.language_checkpointing,
         cfg.cache_features,
@@ -134,20 +140,28 @@ def costs(trainer:Trainer)->dict: # from `flops.unit_flops`
     )
 
 # %% ../../nbs/53_training.hooks.ipynb #9293de43
-def _peak_of_all(dist:Dist, tflops:float|None=None)->float|None: # of one rank; FLOP/s, None: unknown
+def _peak_of_all(
+    dist:Dist,
+    tflops:float|None=None, # of one rank; None: as its GPU has it
+)->float|None: # FLOP/s; None: unknown
     "Returns what all ranks could compute in a second."
     if tflops: return tflops*1e12*dist.world_size
     if dist.device.type!='cuda': return None
-    known = peak_flops(torch.cuda.get_device_name(dist.device))
-    return known and known*dist.world_size
+    peak = peak_flops(torch.cuda.get_device_name(dist.device))
+    return peak and peak*dist.world_size
 
 # %% ../../nbs/53_training.hooks.ipynb #d4838b2d
-def _spent(clock:Clock, since:dict[str,float])->dict[str,float]: # a reading, which becomes the present one
-    "Returns the seconds by kind of work since a reading."
+def _seconds_since(
+    clock:Clock,
+    reading:dict[str,float], # an earlier one; it becomes that of now
+)->dict[str,float]: # kind of work -> seconds
+    "Returns the time since an earlier reading of the clock."
     clock.charge()
-    seconds = {k:s-since.get(k, 0.) for k,s in clock.seconds.items()}
-    since.update(clock.seconds)
-    return seconds
+    spent = {
+        kind:seconds-reading.get(kind, 0.) for kind,seconds in clock.seconds.items()
+    }
+    reading.update(clock.seconds)
+    return spent
 
 # %% ../../nbs/53_training.hooks.ipynb #eae1ca76
 class Meters(Hook):
@@ -157,8 +171,8 @@ class Meters(Hook):
     def __init__(self, every:int): # updates
         self.every = every
         self.stats:dict[str,list[float]] = {name:[] for name in STATS}
-        self.last = {}
-        self.since = {} # readings of the clock: after the last update, at the last report
+        self.at_update = {} # reading of the clock after the last update
+        self.at_report = {} # reading of the clock at the last report
         self.sums:Any = Counter() # since the last report
         self.epoch:Any = Counter() # of the epoch so far
         self.seconds:Any = Counter() # of this start by kind of work, up to the last report
@@ -167,19 +181,23 @@ class Meters(Hook):
         "Notes what the run costs, and begins to count."
         self.units = costs(trainer)
         self.peak = _peak_of_all(trainer.dist, trainer.cfg.peak_tflops)
-        _spent(trainer.clock, self.last)
+        _seconds_since(trainer.clock, self.at_update)
 
     def time(self, clock:Clock, update:Update)->float: # seconds of an update
         "Notes how long it took, as nanoVLM splits it."
-        spent = _spent(clock, self.last)
-        times = update.data_time,spent['forward_backward'],spent['optimizer']+spent['communication']
+        spent = _seconds_since(clock, self.at_update)
+        times = (
+            update.data_time,
+            spent['forward_backward'],
+            spent['optimizer']+spent['communication']
+        )
         for batch in update.micro_batches:
             images = sum(map(len, batch['images']))
             samples = sum(map(len, batch['ids']))
             self.stats['images_per_sample'].append(images/max(samples, 1))
         seconds = sum(times)
-        for name,x in zip(STATS, (update.tokens/seconds, *times)):
-            self.stats[name].append(x)
+        for name,value in zip(STATS, (update.tokens/seconds, *times)):
+            self.stats[name].append(value)
         return seconds
 
     def after_update(self, trainer:Trainer, figures:Figures)->None:
@@ -197,7 +215,7 @@ class Meters(Hook):
             update.picture_pairs
         )
         figures['tokens_per_second'] = update.tokens/seconds
-        new:Any = dict(
+        counts:Any = dict(
             updates=1,
             samples=update.samples,
             flops=flops,
@@ -206,10 +224,10 @@ class Meters(Hook):
         )
         if trainer.refused is None:
             loss = figures['batch_loss']*update.targets
-            new |= dict(
+            counts |= dict(
                 made=1, targets=update.targets, loss=loss, norm=figures['grad_norm']
             )
-        for sums in (self.sums,self.epoch): sums.update(new)
+        for sums in (self.sums,self.epoch): sums.update(counts)
         if trainer.step%self.every==0:
             figures |= over_ranks(self.stats, trainer.dist)|self.report(trainer)
 
@@ -220,9 +238,8 @@ class Meters(Hook):
         memory = 0.
         if device.type=='cuda':
             memory = torch.cuda.max_memory_allocated(device)/1e9
-        clocks,memories = zip(
-            *trainer.dist.gather((_spent(trainer.clock, self.since), memory))
-        )
+        spent = _seconds_since(trainer.clock, self.at_report)
+        clocks,memories = zip(*trainer.dist.gather((spent, memory)))
         seconds = {
             name:sum(clock[name] for clock in clocks)/len(clocks)
             for name in Clock.names
@@ -230,13 +247,13 @@ class Meters(Hook):
         self.seconds.update(seconds)
         self.sums = Counter()
         total = sum(seconds.values())
-        figures:Any = {f'time/{name}':x/total for name,x in seconds.items()}
+        figures:Any = {f'time/{name}':value/total for name,value in seconds.items()}
         figures |= {
             'perf/step_time':total/max(sums['updates'], 1),
             'perf/samples_per_second':sums['samples']/total,
             'perf/gpu_memory_gb':max(memories),
             'training/epoch':trainer.epoch,
-            'training/lr':max(g['lr'] for g in trainer.optimizer.param_groups)
+            'training/lr':max(group['lr'] for group in trainer.optimizer.param_groups)
         }
         if self.peak:
             figures['perf/mfu'] = mfu(sums['flops'], total, self.peak)
@@ -292,17 +309,18 @@ class LeftOut(Hook):
     def restore(self)->dict[str,Drops]: # 'train' and 'val'
         "Cuts the file of this run, or reads that of the run that is continued."
         trainer = self.trainer
-        size = self.state['dropped']
+        length = self.state['dropped'] # of the file, when the checkpoint was made
         kept = dict(train=Drops(), val=Drops())
-        if self.file: kept = self.file.cut(size*trainer.owned)
+        if self.file:
+            kept = self.file.cut(length*trainer.owned) # another run's begins empty
         if trainer.checkpoint and not trainer.owned:
-            kept = read_dropped(trainer.checkpoint.parent, size)
-        for split,before in self.state['drops'].items():
-            kept[split].first.update(before['first'])
+            kept = read_dropped(trainer.checkpoint.parent, length)
+        for split,saved in self.state['drops'].items():
+            kept[split].first.update(saved['first'])
         return kept
 
     def gather(self)->dict[str,Drops]: # 'train' and 'val'; every rank must call, and gets the same
-        "Asks all ranks for what is new."
+        "Returns what all ranks have left out so far."
         for split,loader in self.loaders.items():
             drops = loader.drops
             new = self.trainer.dist.gather(drops.after(*self.shared[split]))
@@ -311,16 +329,16 @@ class LeftOut(Hook):
         return self.total
 
     def state_dict(self)->dict: # JSON-able: `drops`, and `dropped`, the length of the file
-        "Writes down what is new, and says what there is; every rank must call."
+        "Writes down what is new, and returns what there is; every rank must call."
         drops = self.gather()
-        size = on_master(
+        length = on_master(
             self.trainer.dist, lambda: self.file.add(drops) if self.file else 0
         )
-        known = {
-            split:dict(counts=new.counts, first=new.first)
-            for split,new in drops.items()
+        by_split = {
+            split:dict(counts=left_out.counts, first=left_out.first)
+            for split,left_out in drops.items()
         }
-        return dict(drops=known, dropped=size)
+        return dict(drops=by_split, dropped=length)
 
     def load_state_dict(self, state:dict)->None:
         "Stored here, applied in `begin`, when the log is open."

@@ -87,7 +87,7 @@ class Trainer(Counters):
     schedule:Callable|dict[str,Callable] # (step, max_lr, max_steps) -> learning rate, or one by group
     scaler:torch.amp.GradScaler # of float16; otherwise it does nothing
     clock:Clock # seconds by kind of work
-    feed:Feed # updates of an epoch
+    feed:Feed # makes micro-batches into updates
     saver:Saver # writes checkpoints
     checkpoint:Path|None = None # from which this start resumes
     owned:bool = False # whether it lies in the directory of the run
@@ -100,21 +100,23 @@ class Trainer(Counters):
 
     @property
     def writes(self)->bool: # rank 0 of a run with a directory
-        "Whether this rank writes files."
+        "Returns whether this rank writes files."
         return self.dist.is_master and self.log.run_dir is not None
 
     @property
     def planned(self)->int|None: # None: there is no `max_epochs`, or an epoch's length is unknown
-        "The updates that `max_epochs` come to."
+        "Returns the updates that `max_epochs` come to."
         epochs = self.cfg.max_epochs
         if not epochs or not self.epoch_size: return None
         return self.began+self.epoch_size*(epochs-self.epoch)
 
     @property
     def total_steps(self)->int|None: # None: a run that counts samples has made no update yet
-        "The updates of the whole run, as far as they are known."
-        size = self.samples/self.step if self.step else None
-        return self.cfg.length.updates(size, self.step, self.samples, self.planned)
+        "Returns the updates of the whole run, as far as they are known."
+        per_update = self.samples/self.step if self.step else None
+        return self.cfg.length.updates(
+            per_update, self.step, self.samples, self.planned
+        )
 
 # %% ../../nbs/49_training.trainer.ipynb #be75e021
 class Hook:
@@ -128,13 +130,25 @@ class Hook:
     def before_update(self, trainer:Trainer)->None: # whose `update` is about to be computed
         "Called before each update."
 
-    def before_step(self, trainer:Trainer, figures:Figures)->str|None: # why not; None: go on
-        "Called when the gradients are clipped; has the `grad_norm` and this rank's `batch_loss`."
+    def before_step(
+        self,
+        trainer:Trainer,
+        figures:Figures, # `grad_norm`, and this rank's `batch_loss`
+    )->str|None: # a reason to refuse the update; None: none
+        "Called when the gradients are clipped."
 
-    def after_update(self, trainer:Trainer, figures:Figures)->None: # empty before the first update
-        "Called after each update, made or skipped, and for the untrained model; may add figures."
+    def after_update(
+        self,
+        trainer:Trainer,
+        figures:Figures, # to which it may add; empty before the first update
+    )->None:
+        "Called after each update, made or skipped, and for the untrained model."
 
-    def after_validation(self, trainer:Trainer, figures:Figures)->None: # as they were logged
+    def after_validation(
+        self,
+        trainer:Trainer,
+        figures:Figures, # as they were logged
+    )->None:
         "Called after each validation."
 
     def end_epoch(self, trainer:Trainer)->None: # whose `epoch` counts it
@@ -303,24 +317,25 @@ def _agree(
 LONG = 1000 # updates of a run that wins back the time of compiling
 
 def _prepare(trainer:Trainer)->None: # every rank must call
-    """Estimates the updates of an epoch if the run counts epochs, and tells the log the length of the run.
-    Compiles blocks if `compile` was left open and pays: in long runs on CUDA.
-    An earlier start has decided."""
+    """Estimates the updates of an epoch if the run counts epochs, and gives the log the length of the run.
+    If `compile` is None, the first start decides whether blocks are compiled: in long runs on CUDA."""
     cfg = trainer.cfg
     if cfg.max_epochs:
         if trainer.epoch_size is None:
             trainer.epoch_size = trainer.loader.epoch_updates()
         planned = trainer.planned or 'an unknown number of'
         trainer.log.info(f'{cfg.max_epochs} epochs: about {planned} updates')
-    n = trainer.total_steps
-    trainer.log.length(n)
+    total = trainer.total_steps
+    trainer.log.length(total)
     if cfg.compile is not None: trainer.compiled = cfg.compile
     elif trainer.dist.device.type=='cuda':
         if trainer.compiled is None:
-            trainer.compiled = not n or n>=LONG
+            trainer.compiled = not total or total>=LONG
         blocks = 'compiled' if trainer.compiled else 'not compiled'
-        trainer.log.info(f'compile None: blocks are {blocks}, decided when the run began; '
-            f'it pays from {LONG} updates on, and the run has {n or "an unknown number"}')
+        trainer.log.info(
+            f'compile None: blocks are {blocks}, decided when the run began; it pays '
+            f'from {LONG} updates on, and the run has {total or "an unknown number"}'
+        )
         if trainer.compiled: compile_blocks(trainer.base)
 
 # %% ../../nbs/49_training.trainer.ipynb #a2ec4ed1
@@ -425,7 +440,10 @@ def _at_end(
             do()
         except Exception as later:
             if error is None: raise
-            trainer.log.info(f'after the error of this run another one, {type(later).__name__}: {later}')
+            trainer.log.info(
+                'after the error of this run another one, '
+                f'{type(later).__name__}: {later}'
+            )
     return leave
 
 def train(trainer:Trainer)->Trainer: # where the run ended
@@ -474,15 +492,18 @@ def validation_updates(trainer:Trainer)->Iterator[Update]: # the same each time;
     trainer.held_out.set_epoch(0)
     feed = Feed(trainer.held_out, trainer.dist)
     feed.begin(0)
-    size = trainer.cfg.batch_size*trainer.dist.world_size
-    n = -(-packs//size) # the same packs, however they are split
-    try: yield from islice(iter(feed.take, None), n)
+    packs_at_once = trainer.cfg.batch_size*trainer.dist.world_size
+    count = -(-packs//packs_at_once) # rounded up: the same packs, however they are split
+    try: yield from islice(iter(feed.take, None), count)
     finally: feed.close()
 
 # %% ../../nbs/49_training.trainer.ipynb #89a6c2ac
 @torch.no_grad()
-def over_validation(trainer:Trainer, look:Callable[[Batch,dict],Any])->list|None: # None: the run is stopped
-    "Returns what `look(batch, inputs)` returned for each held-out micro-batch; every rank must call."
+def over_validation(
+    trainer:Trainer, # every rank must call
+    look:Callable[[Batch,dict],Any], # `look(batch, inputs)`, for inputs see `inputs_of`
+)->list|None: # None: the run is stopped
+    "Returns what `look` returned for each held-out micro-batch."
     results = []
     if trainer.dist.device.type=='cuda':
         torch.cuda.empty_cache()
@@ -498,8 +519,11 @@ def over_validation(trainer:Trainer, look:Callable[[Batch,dict],Any])->list|None
 # %% ../../nbs/49_training.trainer.ipynb #a5e4c002
 _HALF = log(2) # loss of a token that has half of the probability
 
-def _sure_answers(places:Tensor, losses:Tensor)->tuple[int,int]: # (m,) of targets, ascending; (m,) of each
-    "Returns how many answers are sure, and how many there are; targets side by side are one answer."
+def _sure_answers(
+    places:Tensor, # (m,) positions of the targets, ascending
+    losses:Tensor, # (m,) of the targets
+)->tuple[int,int]: # answers that are sure, and all answers
+    "Counts answers; targets side by side are one answer."
     begins = torch.ones_like(places, dtype=torch.bool)
     begins[1:] = places.diff()!=1
     number = begins.cumsum(0) # of the answer to which a target belongs
@@ -513,11 +537,10 @@ def _validation(trainer:Trainer)->Figures|None: # None: there is no target, or t
     """Returns `val_loss`, the mean loss of the held-out targets of all ranks, and where `best_by` asks for it
     `val_sure`, the share of sure answers."""
     def look(batch, inputs):
-        loss = trainer.base(**inputs, reduction='sum')[1]
+        _,loss = trainer.base(**inputs, reduction='sum')
         sure = answers = 0
         if trainer.cfg.best_by=='answers':
-            places = inputs['layout'].at
-            sure,answers = _sure_answers(places, trainer.base.target_losses)
+            sure,answers = _sure_answers(inputs['layout'].at, trainer.base.target_losses)
         return loss,sum(map(sum, batch['n_targets'])),sure,answers
     results = over_validation(trainer, look)
     if results is None: return None
@@ -530,7 +553,7 @@ def _validation(trainer:Trainer)->Figures|None: # None: there is no target, or t
     if answers: figures['val_sure'] = sure/answers
     return figures
 
-def validation_loss(trainer:Trainer)->float|None: # as above
+def validation_loss(trainer:Trainer)->float|None: # None: there is no target, or the run is stopped
     "Returns the mean loss of the held-out targets of all ranks."
     figures = _validation(trainer)
     return None if figures is None else figures['val_loss']
@@ -540,8 +563,8 @@ class Log(Hook):
     "Writes the figures of the hooks before it; a hook after it logs its own."
     order = 10
 
-    def after_update(self, trainer:Trainer, figures:Figures)->None: # written as they are
-        "Writes a line after an update."
+    def after_update(self, trainer:Trainer, figures:Figures)->None:
+        "Writes the figures of an update as a line."
         trainer.log.length(trainer.total_steps)
         if trainer.update: trainer.log.log(figures, trainer.step)
 
@@ -560,19 +583,23 @@ class Validate(Hook):
     "Validates every `every` updates and after the last, and lets `best_checkpoint` name the best."
     order = 30
 
-    def __init__(self, every:int, by:Callable|None=None): # updates, 0: only after the last; see `Judge`
+    def __init__(
+        self,
+        every:int, # updates; 0: only after the last
+        by:Callable|None=None, # a `Judge`; None: the validation loss says which is the best
+    ):
         self.every = every
         self.by = by
 
     def begin(self, trainer:Trainer)->None:
-        "Looks whether a new run has anything to validate on; a UsageError with the remedy if it ought to."
-        size = trainer.cfg.val_size
+        "Raises a UsageError with the remedy if a new run ought to have rows to validate on, and has none."
+        val_size = trainer.cfg.val_size
         if trainer.checkpoint: return
         if any(update.targets for update in validation_updates(trainer)):
             return
         require(
-            size==0,
-            f'no usable validation row among val_size {size}: '
+            val_size==0,
+            f'no usable validation row among val_size {val_size}: '
             f'{_why_left_out(trainer, trainer.held_out) or "raise val_size"}; '
             'or set val_size to 0 to train without validation'
         )
@@ -587,18 +614,23 @@ class Validate(Hook):
         "Returns the figures of a validation."
         return _validation(trainer)
 
-    def note(self, trainer:Trainer, figures:Figures)->bool: # of a validation
-        "Adds the best so far, and returns whether this is it; the untrained model does not count."
+    def note(
+        self,
+        trainer:Trainer,
+        figures:Figures, # of a validation; the best so far is added
+    )->bool: # the model is the best so far; the untrained one never is
+        "Keeps the figures of the best model."
         name = self.name
         if self.by:
             figures[name] = trainer.dist.broadcast(self.by(trainer)) # one judgement for all ranks
         sign = -1 if getattr(self.by, 'mode', 'min')=='max' else 1
         sure = 0. if self.by else figures.get('val_sure', 0.)
-        now = -round(sure, 2),sign*figures[name]
-        best = 0.,inf
+        # the smaller pair is better: first the share of sure answers, in per cent, then the figure
+        score = (-round(sure, 2),sign*figures[name])
+        best_score = (0.,inf)
         if trainer.best_step:
-            best = -round(trainer.best_sure, 2),sign*trainer.best_val_loss
-        is_best = trainer.step>0 and now<best
+            best_score = (-round(trainer.best_sure, 2),sign*trainer.best_val_loss)
+        is_best = trainer.step>0 and score<best_score
         if is_best:
             trainer.best_val_loss = figures[name]
             trainer.best_sure = sure
@@ -611,7 +643,7 @@ class Validate(Hook):
         return is_best
 
     def after_update(self, trainer:Trainer, figures:Figures)->None:
-        "Validates if it is time; what a stop cuts off is left to the next start."
+        "Validates if it is due; what a stop cuts off is left to the next start."
         due = trainer.last or self.every>0 and trainer.step%self.every==0
         if not due or stopping(trainer): return
         with trainer.clock('validation'):
@@ -631,8 +663,8 @@ class Validate(Hook):
         prune(run_dir, trainer.cfg.max_keep_ckpts)
 
 # %% ../../nbs/49_training.trainer.ipynb #16c81e61
-WINDOW = 100
-LEAST = 20 # norms that say what is usual, and how many it takes at least
+WINDOW = 100 # norms that say what is usual
+LEAST = 20 # of them it takes before an update is refused
 
 class Guard(Hook):
     "Refuses updates whose norm is not finite, or `factor` times the median of those before."
@@ -652,7 +684,7 @@ class Guard(Hook):
         return f'gradient norm {norm:.4g}, {norm/usual:.0f} times the usual {usual:.4g}'
 
     def after_update(self, trainer:Trainer, figures:Figures)->None:
-        "The norms of updates that were made say what is usual."
+        "Keeps the norms of the last updates that were made."
         if trainer.update and trainer.refused is None:
             trainer.norms = [*trainer.norms, figures['grad_norm']][-WINDOW:]
 
@@ -669,16 +701,19 @@ def _stateful_hooks(trainer:Trainer)->dict[str,Any]: # by the name of their clas
     return named
 
 # %% ../../nbs/49_training.trainer.ipynb #80cce0b9
-def _saved_state(name:str, hook:Stateful)->dict[str,Any]: # a copy, for the run continues
+def _saved_state(
+    name:str, # of the hook, for the message
+    hook:Stateful,
+)->dict[str,Any]: # a copy, for the run continues
     "Returns what a hook remembers; a UsageError if it is neither tensors nor what JSON can hold."
     state = hook.state_dict()
     tensors = {}
-    for key,w in state.items():
-        if isinstance(w, DTensor):
-            w = w.full_tensor() # every rank has a piece of it
-        if isinstance(w, Tensor):
-            tensors[key] = w.detach().to('cpu', copy=True)
-    plain = {name:value for name,value in state.items() if name not in tensors}
+    for key,value in state.items():
+        if isinstance(value, DTensor):
+            value = value.full_tensor() # every rank has a piece of it
+        if isinstance(value, Tensor):
+            tensors[key] = value.detach().to('cpu', copy=True)
+    plain = {key:value for key,value in state.items() if key not in tensors}
     try: return json.loads(json.dumps(plain))|tensors
     except (TypeError, ValueError) as e:
         raise UsageError(
@@ -692,21 +727,32 @@ def state_dict(trainer:Trainer)->dict[str,Any]: # JSON-able but for tensors of h
     position = trainer.feed.state_dict()
     if position is not None:
         position = merge_states(trainer.dist.gather(position))
-    return {f.name:getattr(trainer, f.name) for f in fields(Counters)}|dict(
+    counters = {
+        counter.name:getattr(trainer, counter.name) for counter in fields(Counters)
+    }
+    return counters|dict(
         epoch=trainer.epoch+(trainer.last and trainer.feed.over), # the last update ends its epoch
-        planned=trainer.planned, data=position,
+        planned=trainer.planned,
+        data=position,
         configs=dict(vlm=asdict(trainer.base.cfg), train=asdict(trainer.cfg)),
-        precision=str(trainer.dtype), scaler=trainer.scaler.state_dict(),
+        precision=str(trainer.dtype),
+        scaler=trainer.scaler.state_dict(),
         log=trainer.log.position,
         world_size=trainer.dist.world_size,
-        hooks={name:_saved_state(name, hook)
-            for name,hook in _stateful_hooks(trainer).items()})
+        hooks={
+            name:_saved_state(name, hook)
+            for name,hook in _stateful_hooks(trainer).items()
+        }
+    )
 
 # %% ../../nbs/49_training.trainer.ipynb #abb654a7
-def save(trainer:Trainer, then:Callable=str)->None: # `then(path)` when it is complete; every rank must call
+def save(
+    trainer:Trainer, # every rank must call
+    then:Callable=str, # called with the checkpoint on rank 0 when it is complete
+)->None:
     "Has the checkpoint of this update written, and deletes what is too old."
     if trainer.saved==trainer.step or trainer.log.run_dir is None:
-        return # it is there, or has no place
+        return # it is there, or the run has no directory
     def complete(path):
         then(path)
         prune(path.parent, trainer.cfg.max_keep_ckpts)
@@ -728,16 +774,21 @@ class Checkpoint(Hook):
     "Writes `step_N` every `every` updates, when it is to be validated, and when the run ends or stops."
     order = 20
 
-    def __init__(self, every:int, judged:int, then:Callable=str): # updates; `then(path)` when it is complete
+    def __init__(
+        self,
+        every:int, # updates; 0: none
+        judged:int, # updates between validations that need a checkpoint; 0: none
+        then:Callable=str, # called with each checkpoint on rank 0 when it is complete
+    ):
         self.every = every
         self.judged = judged
         self.then = then
 
     def after_update(self, trainer:Trainer, figures:Figures)->None:
-        "Saves when it is time, and at once what was resumed from another run."
-        every = [self.judged]
-        if trainer.step>0: every.append(self.every)
-        due = any(n>0 and trainer.step%n==0 for n in every)
+        "Saves when it is due, and at once what was resumed from another run."
+        intervals = [self.judged]
+        if trainer.step>0: intervals.append(self.every)
+        due = any(n>0 and trainer.step%n==0 for n in intervals)
         resumed = trainer.checkpoint and trainer.update is None
         if trainer.last or trainer.stop or resumed or due:
             save(trainer, self.then)
@@ -777,17 +828,21 @@ def _load_weights(
     merge = trainer.base.lora_note is None # a model with adapters goes on training them
     _,weights = checkpoint_weights(checkpoint, trainer.base.config_class, merge)
     load_full_weights(trainer.base, weights)
-    if force and training_parts(state['configs']['train'])!=training_parts(asdict(trainer.cfg)):
+    old_parts = training_parts(state['configs']['train'])
+    parts = training_parts(asdict(trainer.cfg))
+    if force and old_parts!=parts:
         trainer.log.info('other parts train than before: the optimizer begins anew')
     else:
         load_optimizer(
             checkpoint/'optimizer', trainer.base, trainer.optimizer, trainer.dist
         )
     trainer.scaler.load_state_dict(state['scaler'])
-    before = state['precision']
-    now = str(trainer.dtype)
-    if before!=now:
-        trainer.log.info(f'trained in {before} so far, from here in {now} (dtype changes it)')
+    old_dtype = state['precision']
+    dtype = str(trainer.dtype)
+    if old_dtype!=dtype:
+        trainer.log.info(
+            f'trained in {old_dtype} so far, from here in {dtype} (dtype changes it)'
+        )
 
 # %% ../../nbs/49_training.trainer.ipynb #c8a1d72d
 def _load_hooks(
@@ -800,9 +855,9 @@ def _load_hooks(
     named = _stateful_hooks(trainer)
     file = checkpoint/HOOKS
     tensors = load_file(file) if file.is_file() else {}
-    for key,w in tensors.items():
+    for key,tensor in tensors.items():
         hook,_,name = key.partition('.')
-        states[hook][name] = w
+        states[hook][name] = tensor
     for name in states.keys() & named.keys():
         named[name].load_state_dict(states[name])
     for name in sorted(states.keys() ^ named.keys()):

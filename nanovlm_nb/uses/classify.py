@@ -63,8 +63,11 @@ from ..runs.run import process_group,run
 IMAGE_COLUMNS = ('image','img','picture','images')
 LABEL_COLUMNS = ('label','labels','fine_label','class','category')
 
-def _find_column(columns:list[str], known:tuple[str,...], # of a data set; usual names, the likeliest first
-    what:str)->str: # what is looked for, for the message; the first of `known` that is there
+def _find_column(
+    columns:list[str], # of a data set
+    known:tuple[str,...], # usual names, the likeliest first
+    what:str, # what is looked for, for the message
+)->str: # the first of `known` that is there
     "Returns the column that holds something."
     for column in known:
         if column in columns: return column
@@ -99,9 +102,10 @@ def _labelled(rows, names): # rows: picture and number of its class
     return datasets.Dataset.from_list(rows, features=features)
 
 # %% ../../nbs/81_uses.classify.ipynb #59722c71
-def digits_splits(side:int=64, # pixels; there are 8 x 8 in each picture
+def digits_splits(
+    side:int=64, # of a picture in pixels; it is enlarged from 8 x 8
 )->dict[str,datasets.Dataset]: # 'train' 1,297 and 'test' 500 pictures
-    "scikit-learn's handwritten digits in the order in which they are kept there."
+    "Returns scikit-learn's handwritten digits in the order in which they are kept there."
     rows = [
         dict(image=image.resize((side,side)), label=digit)
         for image,digit in digit_pictures()
@@ -111,19 +115,20 @@ def digits_splits(side:int=64, # pixels; there are 8 x 8 in each picture
     )
 
 # %% ../../nbs/81_uses.classify.ipynb #80aa0008
-def shapes_splits(sizes:tuple[int,int]=(1000,400), # pictures for training, for testing
+def shapes_splits(
+    sizes:tuple[int,int]=(1000,400), # pictures for training and for testing
 )->dict[str,datasets.Dataset]: # 'train' and 'test', 64 x 64 pixels, the class is the shape
-    "One coloured shape a picture, each shape equally often."
+    "Returns pictures of one coloured shape each, each shape equally often."
     splits = {}
     for split,n in zip(('train','test'), sizes):
         rng = random.Random(f'classes {split}')
         rows = []
         while len(rows)<n:
             scene = make_scene('one', rng)
-            if held_out(scene)==(split=='test') and scene.things[0].shape==SHAPES[len(rows)%len(SHAPES)]:
-                rows.append(
-                    dict(image=draw_scene(scene, rng), label=len(rows)%len(SHAPES))
-                )
+            label = len(rows)%len(SHAPES)
+            if held_out(scene)!=(split=='test') or scene.things[0].shape!=SHAPES[label]:
+                continue
+            rows.append(dict(image=draw_scene(scene, rng), label=label))
         splits[split] = _labelled(rows, list(SHAPES))
     return splits
 
@@ -131,7 +136,7 @@ def shapes_splits(sizes:tuple[int,int]=(1000,400), # pictures for training, for 
 BUILT_IN:dict[str,Callable] = dict(digits=digits_splits, shapes=shapes_splits)
 
 def load_splits(
-    path:str|Path, # 'digits', 'shapes' (a folder of such a name is ./digits), a folder, or a name on the hub
+    path:str|Path, # digits, shapes (a folder of such a name is ./digits), a folder, or a name on the hub
 )->dict[str,datasets.Dataset]: # by the name of the split
     "Returns all splits of a data set."
     if str(path) in BUILT_IN: return BUILT_IN[str(path)]()
@@ -143,20 +148,24 @@ def load_splits(
     saved = (folder/'state.json').exists() or (folder/'dataset_dict.json').exists()
     try:
         if not folder.is_dir(): check_hub_name(path)
-        loaded = datasets.load_from_disk(str(folder)) if saved else datasets.load_dataset(str(path))
+        load = datasets.load_from_disk if saved else datasets.load_dataset
+        loaded = load(str(path))
     except OSError as e:
         raise MissingFile(
             f'data set {path} cannot be read ({e}): '
             'give digits, shapes, a folder, or a name on the hub'
         ) from e
-    return dict(loaded) if isinstance(loaded, datasets.DatasetDict) else dict(train=loaded)
+    if isinstance(loaded, datasets.DatasetDict): return dict(loaded)
+    return dict(train=loaded)
 
 # %% ../../nbs/81_uses.classify.ipynb #80ab0003
 TEST_SPLITS = ('validation','valid','val','dev','eval','test') # for evaluation, the first that is there
 
-def split_pair(splits:dict[str,datasets.Dataset], # from `load_splits`
+def split_pair(
+    splits:dict[str,datasets.Dataset], # from `load_splits`
     val_share:float=.1, # of the training rows, for evaluation, when no split is meant for it
-    seed:int=0)->dict[str,datasets.Dataset]: # of that choice; two: for training, and for evaluation
+    seed:int=0, # of the choice of these rows
+)->dict[str,datasets.Dataset]: # first the split for training, then that for evaluation
     "Returns the standard splits; where there is only one, a part of it is set aside."
     require('train' in splits, f'no split `train`: there are {", ".join(splits)}')
     for test in TEST_SPLITS:
@@ -172,8 +181,9 @@ def split_pair(splits:dict[str,datasets.Dataset], # from `load_splits`
     return dict(train=parts['train'], held=parts['test'])
 
 # %% ../../nbs/81_uses.classify.ipynb #fcb9d425
-def _names_of(splits:Iterable[datasets.Dataset], # of one data set
-)->list[str]: # in the order of their numbers; of the numbers or the alphabet, where there are none
+def _names_of(
+    splits:Iterable[datasets.Dataset], # of one data set
+)->list[str]: # in the order in which the data set numbers them, else sorted
     "Returns the classes of a data set."
     splits = list(splits)
     for ds in splits:
@@ -195,24 +205,27 @@ def _undecoded(ds):
 # %% ../../nbs/81_uses.classify.ipynb #80ab0005
 class _ClassRows(ConcatDataset):
     "Rows of several data sets, one data set after the other."
-    def __init__(self, splits:dict[tuple[str,str],datasets.Dataset], # (data set, split) -> its rows
-        names:list[str]): # of all classes
+    def __init__(
+        self,
+        splits:dict[tuple[str,str],datasets.Dataset], # (data set, split) -> its rows
+        names:list[str], # of all classes
+    ):
         require(
             any(map(len, splits.values())), f'no rows in {[name for name,_ in splits]}'
         )
         super().__init__([*map(_undecoded, splits.values())])
-        number = {name:place for place,name in enumerate(names)}
-        self.sizes = {}
-        self.notes = []
+        number_of = {name:number for number,name in enumerate(names)}
+        self.sizes = {} # (data set, split) -> how many rows
+        self.notes = [] # of each row: data set, id in it, number of its class
         for (name,split),ds in splits.items():
             self.sizes[name,split] = len(ds)
             for row,label in enumerate(_labels_of(ds)):
-                self.notes.append((name, f'{split}{row}', number[str(label)]))
+                self.notes.append((name, f'{split}{row}', number_of[str(label)]))
 
     def __getitem__(self, i:int)->dict: # 'images' (one, encoded), 'label', 'source', 'row_id'
         [pictures] = super().__getitem__(i).values()
         if not isinstance(pictures, list): pictures = [pictures]
-        (source,row_id,label) = self.notes[i]
+        source,row_id,label = self.notes[i]
         return dict(
             images=pictures, label=label, source=source, row_id=row_id, texts=[]
         )
@@ -227,10 +240,9 @@ class _ClassRows(ConcatDataset):
 
     def answers(self)->dict[str,tuple[int,str,int]]: # id of a row -> its number, its data set, its class
         "Returns what is right, without a look at the pictures."
-        notes = enumerate(self.notes)
         return {
-            f'{name}/{row_id}':(place, name, label)
-            for place,(name,row_id,label) in notes
+            f'{name}/{row_id}':(number, name, label)
+            for number,(name,row_id,label) in enumerate(self.notes)
         }
 
 # %% ../../nbs/81_uses.classify.ipynb #80ab0007
@@ -241,16 +253,22 @@ class _ClassData(NamedTuple):
     val:_ClassRows # of all data sets
 
 # %% ../../nbs/81_uses.classify.ipynb #80ab0009
-def load_classes(paths:list[str], val_share:float=.1, # data sets, see `load_splits`; see `split_pair`
-    seed:int=0)->_ClassData: # see `split_pair`; their rows in the order of `paths`
+def load_classes(
+    paths:list[str], # data sets, see `load_splits`
+    val_share:float=.1, # see `split_pair`
+    seed:int=0, # likewise
+)->_ClassData: # rows in the order of `paths`
     "Returns the rows of several data sets."
-    short = [Path(path).name for path in paths]
-    require(len({*short})==len(short),
-        f'data sets {short} have equal names: rename a folder, metrics go by these names')
+    short_names = [Path(path).name for path in paths]
+    require(
+        len({*short_names})==len(short_names),
+        f'data sets {short_names} have equal names: rename a folder, '
+        'metrics go by these names'
+    )
     classes = {} # in the order in which they are met
     train = {}
     val = {}
-    for name,path in zip(short, paths):
+    for name,path in zip(short_names, paths):
         pair = split_pair(load_splits(path), val_share, seed)
         classes |= dict.fromkeys(_names_of(pair.values()))
         for rows,(split,ds) in zip((train,val), pair.items()):
@@ -279,7 +297,11 @@ class ClassConfig(VLMConfig):
         self.lm_tie_weights = False # there is no head over the vocabulary
 
 # %% ../../nbs/81_uses.classify.ipynb #81ab0001
-def _as_classifier(cfg:VLMConfig, names:list[str], **changes)->ClassConfig: # of classes; other fields of it
+def _as_classifier(
+    cfg:VLMConfig,
+    names:list[str], # of the classes
+    **changes, # other fields of `ClassConfig`
+)->ClassConfig:
     "Returns a model's configuration with classes; what was given of the model stays so."
     new = ClassConfig.from_dict(cfg.to_dict()|dict(class_names=names)|changes)
     new.given.intersection_update(cfg.given|changes.keys()|{'class_names'})
@@ -288,7 +310,10 @@ def _as_classifier(cfg:VLMConfig, names:list[str], **changes)->ClassConfig: # of
 # %% ../../nbs/81_uses.classify.ipynb #b4aac335
 class _ClassSamples(VQADataset):
     "Makes samples of rows with a picture and a label."
-    def __init__(self, cfg:ClassConfig, tokenizer, # with the image tokens
+    def __init__(
+        self,
+        cfg:ClassConfig,
+        tokenizer, # with the image tokens
         custom_transforms=(), # augmentations, see `14_data.images`
     ):
         super().__init__(
@@ -300,7 +325,10 @@ class _ClassSamples(VQADataset):
         self.cfg = cfg
         self.plans:dict[tuple,Plan] = {} # by the grids of a row's pictures: rows differ in nothing else
 
-    def plan_row(self, row:dict)->Plan: # with 'id', 'images' (one) and 'label'; without its picture
+    def plan_row(
+        self,
+        row:dict, # 'id', 'images' (one) and 'label'
+    )->Plan: # without its picture
         "Returns the plan of a sample; the head answers before the question mark."
         grids = self.grids(row)
         if grids not in self.plans:
@@ -311,22 +339,28 @@ class _ClassSamples(VQADataset):
         return replace(plan, id=row['id'], labels=labels)
 
     def _first_plan(self, row):
-        "The plan of a row, up to the token that follows what the head reads."
+        "Returns the plan of a row, up to the token that follows what the head reads."
         plan = super().plan_row(
             row|dict(texts=[dict(user=self.cfg.class_prompt, assistant='?')])
         )
         end = int((plan.labels!=IGNORE).argmax())+2
         return replace(plan, ids=plan.ids[:end], tokens=plan.tokens-len(plan.ids)+end)
 
-    def prompt(self, picture)->tuple[list[int],list[Tensor]]: # what `open_header` takes
-        "Returns what the model reads before it decides: token ids up to the answer position, tiles."
+    def prompt(
+        self,
+        picture, # what `open_header` takes
+    )->tuple[list[int],list[Tensor]]: # token ids up to the answer position, and tiles
+        "Returns what the model reads before it decides."
         try:
             sample = self.load_row(dict(id='picture', images=[picture], label=0))
         except Dropped as e:
             raise UsageError(f'{picture!r:.99} cannot be read: {e.detail}') from e
         return sample['input_ids'][:-1].tolist(),sample['images']
 
-    def longest(self, pictures:Iterable)->int: # what `open_header` takes; tokens
+    def longest(
+        self,
+        pictures:Iterable, # each what `open_header` takes
+    )->int: # tokens
         "Returns the length of the longest sample, from the headers; a UsageError if none can be read."
         lengths = set()
         error = 'there is none'
@@ -343,8 +377,13 @@ class VLMClassifier(VisionLanguageModel):
     config_class = ClassConfig
     cfg:ClassConfig
 
-    def __init__(self, cfg:ClassConfig, load_backbone:bool=False, # see `VisionLanguageModel`
-        held:Collection[str]=(), read:bool=True): # likewise
+    def __init__(
+        self,
+        cfg:ClassConfig,
+        load_backbone:bool=False, # see `VisionLanguageModel`
+        held:Collection[str]=(), # likewise
+        read:bool=True, # likewise
+    ):
         super().__init__(cfg, load_backbone, held, read=False)
         self.new_parts = ('score',)
         self.n_outputs = len(cfg.class_names)
@@ -360,9 +399,11 @@ class VLMClassifier(VisionLanguageModel):
         return self.score
 
     @torch.no_grad()
-    def predict(self, images:list, # PIL images, files, bytes, whatever `open_image` takes
+    def predict(
+        self,
+        images:list, # PIL images, files, bytes, whatever `open_image` takes
         batch_size:int=32, # pictures looked at together
-    )->tuple[list[str],Tensor]: # the likeliest class of each picture; probabilities (N, C)
+    )->tuple[list[str],Tensor]: # the likeliest class of each picture, and probabilities (N, C)
         "Sorts pictures; call `eval()` before if the model has dropout."
         require(len(images), 'no picture: give a list with one or more')
         samples = _ClassSamples(self.cfg, self.tokenizer)
@@ -373,14 +414,15 @@ class VLMClassifier(VisionLanguageModel):
             last = self.hidden(ids, [*tiles], mask)[:,-1]
             scores.append(self.score(last).float().log_softmax(-1))
         probs = torch.cat(scores).exp().cpu()
-        return [self.cfg.class_names[place] for place in probs.argmax(1)],probs
+        return [self.cfg.class_names[number] for number in probs.argmax(1)],probs
 
 # %% ../../nbs/81_uses.classify.ipynb #6b1ad47e
 def _has_classes(folder):
     return 'class_names' in json.loads((folder/'config.json').read_bytes())
 
 # %% ../../nbs/81_uses.classify.ipynb #56bba7d9
-def make_classifier(cfg:ClassConfig,
+def make_classifier(
+    cfg:ClassConfig,
     train_cfg:TrainConfig, # `load_from`: a model or a classifier to begin with; None: backbones, or chance
     resuming:bool=False, # a checkpoint's weights will follow
     read:bool=True, # False: weights stay in their files, see `Pretrained.read`
@@ -392,21 +434,20 @@ def make_classifier(cfg:ClassConfig,
     if not path:
         return VLMClassifier(cfg, cfg.vlm_load_backbone_weights, read=read).train()
     model = VLMClassifier(cfg, held=COMPONENTS)
-    known = _has_classes(resolve_checkpoint(path))
-    begun = (VLMClassifier if known else VisionLanguageModel).from_pretrained(
-        path, read=False
-    )
+    is_classifier = _has_classes(resolve_checkpoint(path))
+    kind = VLMClassifier if is_classifier else VisionLanguageModel
+    saved = kind.from_pretrained(path, read=False)
     # a head of other classes, or of words, stays behind
-    if known and begun.cfg.class_names!=cfg.class_names:
-        begun.unread.makers.pop('score.weight')
-    begun.unread.makers.pop(HEAD, None)
-    check_names(model, {'score.weight', *begun.unread}, path)
-    model.unread = begun.unread
+    if is_classifier and saved.cfg.class_names!=cfg.class_names:
+        saved.unread.makers.pop('score.weight')
+    saved.unread.makers.pop(HEAD, None)
+    check_names(model, {'score.weight', *saved.unread}, path)
+    model.unread = saved.unread
     return (model.read() if read else model).train()
 
 # %% ../../nbs/81_uses.classify.ipynb #b3cb2401
 class _Judged(NamedTuple):
-    "What was found about one picture."
+    "A picture, and what the model took it for."
     place:int # number of its row
     dataset:str # name of its data set
     label:int # its class
@@ -414,15 +455,22 @@ class _Judged(NamedTuple):
     loss:float # minus the logarithm of the probability of its class
 
 # %% ../../nbs/81_uses.classify.ipynb #89336fc7
-def _confusion(judged:Iterable[_Judged], n:int)->np.ndarray: # (n, n)
+def _confusion(
+    judged:Iterable[_Judged],
+    n:int, # classes
+)->np.ndarray: # (n, n)
     "Returns how many pictures of each class (row) were taken for each class (column)."
-    return np.bincount([j.label*n+j.predicted for j in judged], minlength=n*n).reshape(n, n)
+    cells = [picture.label*n+picture.predicted for picture in judged] # numbered row by row
+    return np.bincount(cells, minlength=n*n).reshape(n, n)
 
 # %% ../../nbs/81_uses.classify.ipynb #b3cb2403
 def _metrics_of(judged:list[_Judged])->dict[str,float]: # at least one
     "Returns `eval/{dataset}_accuracy` of each data set, and `eval/overall_` accuracy and loss."
-    require(judged,
-        'no picture was evaluated: is the evaluation split empty, or were all pictures dropped?')
+    require(
+        judged,
+        'no picture was evaluated: is the evaluation split empty, '
+        'or were all pictures dropped?'
+    )
     by_dataset:dict[str,list[bool]] = {}
     for row in judged:
         by_dataset.setdefault(row.dataset, []).append(row.label==row.predicted)
@@ -436,10 +484,13 @@ def _metrics_of(judged:list[_Judged])->dict[str,float]: # at least one
 
 # %% ../../nbs/81_uses.classify.ipynb #5da4084d
 @styled()
-def plot_confusion(matrix:np.ndarray, names:list[str], # from `_confusion`; of the classes
-    path:str|Path|None=None, title:str='', # file to write
-)->Figure: # shares of each row, the counts written in where there are few classes
-    "Draws a confusion matrix."
+def plot_confusion(
+    matrix:np.ndarray, # (n, n), from `_confusion`
+    names:list[str], # of the n classes
+    path:str|Path|None=None, # file to write
+    title:str='',
+)->Figure:
+    "Draws the shares of each row of a confusion matrix, the counts written in where there are few classes."
     count = len(names)
     shares = matrix/np.maximum(matrix.sum(1, keepdims=True), 1)
     side = min(.37*count, 10)
@@ -469,7 +520,12 @@ class ValidateClasses(Validate):
             self.best = type(self).best
         super().begin(trainer)
 
-    def judge(self, trainer:Trainer, batch:Batch, inputs:dict)->list[_Judged]: # see `inputs_of`
+    def judge(
+        self,
+        trainer:Trainer,
+        batch:Batch,
+        inputs:dict, # see `inputs_of`
+    )->list[_Judged]:
         "Returns what the model thinks of the pictures of a micro-batch."
         logits,_ = trainer.base(**inputs, reduction='sum', return_logits=True)
         scores = logits.flatten(0, 1)[inputs['layout'].at].float().log_softmax(-1).cpu()
@@ -483,7 +539,10 @@ class ValidateClasses(Validate):
             )
         return judged
 
-    def measure(self, trainer:Trainer)->dict[str,float]|None: # every rank calls; None: stopped, or no picture
+    def measure(
+        self,
+        trainer:Trainer, # every rank must call
+    )->dict[str,float]|None: # None: the run is stopped, or there is no picture
         "Evaluates every picture once, over all ranks; `val_loss` is the mean loss."
         def judge(batch, inputs):
             return self.judge(trainer, batch, inputs)
@@ -495,24 +554,28 @@ class ValidateClasses(Validate):
         figures = _metrics_of(self.judged)
         return figures|dict(val_loss=figures['eval/overall_loss'])
 
-    def note(self, trainer:Trainer, found:dict[str,float])->bool: # the figures; whether they are the best
+    def note(
+        self,
+        trainer:Trainer,
+        figures:dict[str,float], # of an evaluation; the best so far are added
+    )->bool: # they are the best so far
         "Remembers the best accuracy, and draws what was confused."
-        accuracy = found['eval/overall_accuracy']
-        first = self.best['best_model_step'] is None
-        super().note(trainer, found)
+        accuracy = figures['eval/overall_accuracy']
+        is_first = self.best['best_model_step'] is None
+        super().note(trainer, figures)
         if not trainer.step: return False
-        better = first or accuracy>self.best['best_overall_accuracy']
-        if better:
+        is_best = is_first or accuracy>self.best['best_overall_accuracy']
+        if is_best:
             self.best = dict(
                 best_overall_accuracy=accuracy, best_model_step=trainer.step
             )
-        found |= self.best|dict(best_step=self.best['best_model_step'])
-        if better and trainer.dist.is_master:
+        figures |= self.best|dict(best_step=self.best['best_model_step'])
+        if is_best and trainer.dist.is_master:
             names = trainer.base.cfg.class_names
             title = f'update {trainer.step}: {accuracy:.1%} right'
             matrix = _confusion(self.judged, len(names))
             plot_confusion(matrix, names, trainer.log.run_dir/'confusion.png', title)
-        return better
+        return is_best
 
     def after_update(self, trainer:Trainer, figures:dict[str,float])->None:
         "Brings the links up to date when there is a checkpoint."
@@ -538,13 +601,13 @@ class ValidateClasses(Validate):
 # %% ../../nbs/81_uses.classify.ipynb #9a5cbf9d
 LOGS = (TEXT_LOG,LOG,'confusion.png','curves.png')
 
-def _links(folder, wanted):
+def _links(folder, targets): # name of a link -> where it points
     "Lets a folder hold exactly these links."
     folder.mkdir(exist_ok=True)
     for old in folder.iterdir():
         if old.is_symlink() and os.readlink(old).startswith('../'):
             old.unlink() # one of ours
-    for name,target in wanted.items():
+    for name,target in targets.items():
         if not os.path.lexists(folder/name):
             (folder/name).symlink_to(target)
 
@@ -587,12 +650,14 @@ class _Keys(Config):
     project:Text = 'nanovlm_classify' # project there
 
 # %% ../../nbs/81_uses.classify.ipynb #6d344856
-_NAMES = [f.name for f in fields(_Keys)]
-_AT = [0, _NAMES.index('datasets'), _NAMES.index('log_freq'), None]
-SECTIONS:dict[str,list[str]] = {
-    section:_NAMES[a:b]
-    for section,a,b in zip(('model','training','monitor'), _AT, _AT[1:])
-}
+_NAMES = [key.name for key in fields(_Keys)]
+_TRAINING = _NAMES.index('datasets') # the first key of this section
+_MONITOR = _NAMES.index('log_freq') # likewise
+SECTIONS:dict[str,list[str]] = dict(
+    model=_NAMES[:_TRAINING],
+    training=_NAMES[_TRAINING:_MONITOR],
+    monitor=_NAMES[_MONITOR:]
+)
 # key of a guide for Qwen2.5-VL -> here
 GUIDE = dict(
     pretrained_name='name',
@@ -605,37 +670,40 @@ GUIDE = dict(
 
 # %% ../../nbs/81_uses.classify.ipynb #81aa0001
 def _entries(sections, where, known):
-    "The lines of a file, whatever section they are in; a guide's frequencies lie one level deeper."
+    "Yields key and value of a file, whatever section they are in; a guide's frequencies lie one level deeper."
     for section,entries in sections.items():
         require(
             isinstance(entries or {}, dict),
             f'{where}: the section {section} holds lines of the form `field: value`'
         )
         for name,value in (entries or {}).items():
-            deeper = isinstance(value, dict) and name not in known
-            yield from value.items() if deeper else [(name, value)]
+            if isinstance(value, dict) and name not in known: yield from value.items()
+            else: yield name,value
 
 # %% ../../nbs/81_uses.classify.ipynb #81ab0006
-def sorted_in(sections:dict, where:str='the settings')->dict[str,Any]: # section -> its entries; for messages
+def sorted_in(
+    sections:dict, # section -> its entries
+    where:str='the settings', # what messages call them
+)->dict[str,Any]:
     "Returns what `Settings` takes: own keys, fields of the two configurations, and what was translated."
     check_known(sections, SECTIONS, f'section in {where}')
     own:dict[str,Any] = {}
     vlm:dict[str,Any] = {}
     train:dict[str,Any] = {}
     translations = []
-    place_of = {} # key -> one of these three
-    for place,cfg in ((train,TrainConfig), (vlm,VLMConfig), (own,_Keys)):
-        place_of |= dict.fromkeys(cfg.__dataclass_fields__, place)
-    for written,value in _entries(sections, where, place_of):
+    group_of = {} # key -> one of these three dictionaries
+    for group,cfg in ((train,TrainConfig), (vlm,VLMConfig), (own,_Keys)):
+        group_of |= dict.fromkeys(cfg.__dataclass_fields__, group)
+    for written,value in _entries(sections, where, group_of):
         key = GUIDE.get(written, written)
-        check_known([key], place_of, f'key in {where}')
+        check_known([key], group_of, f'key in {where}')
         if key!=written:
             translations.append(f'{written} in {where} is {key} here')
         require(
-            key not in place_of[key],
+            key not in group_of[key],
             f'{where} gives {key} twice, once as {written}: leave one out'
         )
-        place_of[key][key] = value
+        group_of[key][key] = value
     return own|dict(vlm=vlm, train=train, translations=translations)
 
 # %% ../../nbs/81_uses.classify.ipynb #831b7486
@@ -655,11 +723,8 @@ class Settings(_Keys):
     def load(cls, path:str|Path)->'Settings': # a YAML file
         "Returns the settings in a file, its defaults filled in."
         with user_path():
-            return cls(
-                **sorted_in(
-                    read_sections(path, f'write {", ".join(SECTIONS)}'), str(path)
-                )
-            )
+            sections = read_sections(path, f'write {", ".join(SECTIONS)}')
+            return cls(**sorted_in(sections, str(path)))
 
     def save(self, path:str|Path)->None:
         "Writes a file with all values, but where a start resumed: the next must not go back to there."
@@ -668,9 +733,10 @@ class Settings(_Keys):
             section:{name:values[name] for name in names}
             for section,names in SECTIONS.items()
         }
-        resumed = {'resume','load_from'} if self.train.get('resume') else ()
+        train = dict(self.train)
+        if train.pop('resume', None): train.pop('load_from', None)
         sections['model'] |= self.vlm
-        sections['training'] |= {k:v for k,v in self.train.items() if k not in resumed}
+        sections['training'] |= train
         text = yaml.safe_dump(sections, sort_keys=False, allow_unicode=True)
         Path(path).write_text(text, encoding='utf-8')
 
@@ -692,12 +758,15 @@ def _start(settings):
         saved = read_state(resumed)['configs']['vlm']
     else:
         # asked before gigabytes are fetched
-        other = re.search(r'qwen(?!2\.5)[0-9.]*[_-]?vl', Path(name).name.lower())
-        require(Path(name).is_dir() or not other,
-            f'model.name is {name!r}, but of its kind only Qwen2.5-VL '
-            'is built here: give that, a SmolVLM, an Idefics3 or a checkpoint of this library')
+        other_qwen = re.search(r'qwen(?!2\.5)[0-9.]*[_-]?vl', Path(name).name.lower())
+        require(
+            Path(name).is_dir() or not other_qwen,
+            f'model.name is {name!r}, but of its kind only Qwen2.5-VL is built here: '
+            'give that, a SmolVLM, an Idefics3 or a checkpoint of this library'
+        )
         folder = resolve_checkpoint(find_checkpoint(name))
-        saved = checkpoint_config(folder, ClassConfig if _has_classes(folder) else VLMConfig).to_dict()
+        kind = ClassConfig if _has_classes(folder) else VLMConfig
+        saved = checkpoint_config(folder, kind).to_dict()
         saved['lm_tokenizer'] = find_tokenizer(folder, saved['lm_tokenizer'])
     of_model = {
         field:value for field,value in saved.items() if not field.startswith('class_')
@@ -706,7 +775,8 @@ def _start(settings):
     return cfg,None if resumed else str(folder),folder
 
 # %% ../../nbs/81_uses.classify.ipynb #af2705ef
-_SAME = dict(
+# field of `TrainConfig` -> key whose value it takes
+_KEY_OF = dict(
     lr_backbones='learning_rate',
     batch_size='batch_size',
     max_epochs='epochs',
@@ -720,7 +790,7 @@ _SAME = dict(
     stats_log_interval='report_freq',
     log_wandb='use_wandb',
     wandb_project='project'
-) # field of `TrainConfig` -> key
+)
 _ALWAYS:dict[str,Any] = dict(
     train_dataset_path='labels',
     stream_dataset=False,
@@ -733,15 +803,23 @@ _ALWAYS:dict[str,Any] = dict(
 )
 
 # %% ../../nbs/81_uses.classify.ipynb #81aa0012
-def _warmup_steps(settings:Settings, updates:int)->int: # of the run
-    "Returns the updates in which the learning rate rises: as asked, or a tenth of a run that is not as long."
+def _warmup_steps(
+    settings:Settings,
+    updates:int, # of the run
+)->int: # as the settings say, or a tenth of a run that is not as long
+    "Returns the updates in which the learning rate rises."
     if settings.warmup_steps<updates:
         return settings.warmup_steps
     return updates//10
 
 # %% ../../nbs/81_uses.classify.ipynb #81aa0004
-def _train_config(settings:Settings, data:_ClassData, world_size:int, # ranks
-    longest:int, weights:str|None)->TrainConfig: # sample, in tokens; checkpoint to begin with
+def _train_config(
+    settings:Settings,
+    data:_ClassData,
+    world_size:int, # ranks
+    longest:int, # tokens of the longest sample
+    weights:str|None, # checkpoint to begin with
+)->TrainConfig:
     "Returns the run that the file asks for."
     lanes = settings.batch_size*settings.gradient_accumulation_steps
     updates = settings.epochs*-(-len(data.train)//(lanes*world_size))
@@ -758,35 +836,45 @@ def _train_config(settings:Settings, data:_ClassData, world_size:int, # ranks
         val_workers=min(workers, 2),
         load_from=weights
     )
-    for field,key in _SAME.items():
+    for field,key in _KEY_OF.items():
         values[field] = getattr(settings, key)
     return evolve(TrainConfig(**values), **settings.train)
 
 # %% ../../nbs/81_uses.classify.ipynb #af2705f0
-def configs_of(settings:Settings, data:_ClassData, world_size:int=1)->tuple[ClassConfig,TrainConfig]: # ranks
-    "Returns what the rest of the library understands: the model and the run."
-    require(settings.num_labels in (None, len(data.names)),
-        f'num_labels is {settings.num_labels}, but '
-        f'{", ".join(settings.datasets)} have {len(data.names)} classes: leave it out or change the data')
+def configs_of(
+    settings:Settings,
+    data:_ClassData,
+    world_size:int=1, # ranks
+)->tuple[ClassConfig,TrainConfig]: # the model and the run
+    "Returns what the rest of the library understands."
+    require(
+        settings.num_labels in (None, len(data.names)),
+        f'num_labels is {settings.num_labels}, but {", ".join(settings.datasets)} '
+        f'have {len(data.names)} classes: leave it out or change the data'
+    )
     base,weights,folder = _start(settings)
+    backend = 'explicit'
+    if settings.memory_efficient_attention: backend = base.attn_backend
     cfg = _as_classifier(
         base,
         data.names,
         class_prompt=settings.prompt,
         vlm_checkpoint_path=settings.output_dir,
         hf_repo_name=None,
-        attn_backend=base.attn_backend
-        if settings.memory_efficient_attention
-        else 'explicit'
+        attn_backend=backend
     )
-    source = cfg.lm_tokenizer
-    if folder: source = find_tokenizer(folder, source)
-    tokenizer = load_tokenizer(evolve(cfg, lm_tokenizer=source))
+    tokenizer_path = cfg.lm_tokenizer
+    if folder: tokenizer_path = find_tokenizer(folder, tokenizer_path)
+    tokenizer = load_tokenizer(evolve(cfg, lm_tokenizer=tokenizer_path))
     pictures = chain(data.train.pictures(), data.val.pictures())
-    cfg = evolve(cfg, lm_max_length=_ClassSamples(cfg, tokenizer).longest(pictures))
-    train_cfg = _train_config(settings, data, world_size, cfg.lm_max_length, weights)
-    require(not train_cfg.stream_dataset,
-        'stream_dataset is True, but a classifier reads its pictures in any order: leave it out')
+    longest = _ClassSamples(cfg, tokenizer).longest(pictures)
+    cfg = evolve(cfg, lm_max_length=longest)
+    train_cfg = _train_config(settings, data, world_size, longest, weights)
+    require(
+        not train_cfg.stream_dataset,
+        'stream_dataset is True, but a classifier reads its pictures in any order: '
+        'leave it out'
+    )
     require(
         train_cfg.lr_mp>0,
         f'lr_mp is {train_cfg.lr_mp}: '
@@ -812,8 +900,10 @@ class _ClassHook(Hook):
         sizes = ', '.join(
             f'{name} {count} {split}' for (name,split),count in counts.items()
         )
-        log.info(f'{len(self.data.names)} classes; {sizes}; {trainer.cfg.num_workers} workers for training '
-            f'(asked for {settings.dataloader_num_workers})')
+        log.info(
+            f'{len(self.data.names)} classes; {sizes}; {trainer.cfg.num_workers} '
+            f'workers for training (asked for {settings.dataloader_num_workers})'
+        )
         log.info(
             'training, speed and memory are reported together, '
             f'every {settings.report_freq} updates'
@@ -827,10 +917,13 @@ class _ClassHook(Hook):
             )
 
 # %% ../../nbs/81_uses.classify.ipynb #81ab0008
-def _classify_again(run_dir:Path, settings:dict, # of the run; its fields
-    dist:Dist=Dist(), changes:dict={}, # its ranks; fields that are to have another value
+def _classify_again(
+    run_dir:Path,
+    settings:dict, # fields of both configurations
+    dist:Dist=Dist(), # the ranks
+    changes:dict={}, # field -> its new value
 )->str: # a line for the shell
-    "Returns the command that resumes a run, as `runs.start.go_on` does of others."
+    "Returns the command that resumes a run, as `runs.ending.go_on` does of others."
     words = [
         '--config',
         run_dir/CLASSIFY,
@@ -845,17 +938,28 @@ def _classify_again(run_dir:Path, settings:dict, # of the run; its fields
     return f'{line}, after {entries} was written into the file'
 
 # %% ../../nbs/81_uses.classify.ipynb #a832774b
-def _check_run(settings:Settings, train_cfg:TrainConfig)->None: # with what a DeepSpeed file says
-    "Raises a UsageError where the pieces do not go together."
-    wanted = settings.batch_size,settings.gradient_accumulation_steps
-    now = train_cfg.batch_size,train_cfg.gradient_accumulation_steps
-    require(wanted==now,
-        f'batch_size x gradient_accumulation_steps is {wanted[0]} x {wanted[1]} in the '
-        f'section training, but {now[0]} x {now[1]} in the DeepSpeed file, and updates were counted '
-        'with the former: write the same numbers')
+def _check_run(
+    settings:Settings,
+    train_cfg:TrainConfig, # with the values of a DeepSpeed file
+)->None:
+    "Raises a UsageError where the two split an update in different ways."
+    batch_size = train_cfg.batch_size
+    accumulation = train_cfg.gradient_accumulation_steps
+    require(
+        settings.batch_size==batch_size
+        and settings.gradient_accumulation_steps==accumulation,
+        f'batch_size x gradient_accumulation_steps is {settings.batch_size} x '
+        f'{settings.gradient_accumulation_steps} in the section training, but '
+        f'{batch_size} x {accumulation} in the DeepSpeed file, and updates were counted '
+        'with the former: write the same numbers'
+    )
 
 # %% ../../nbs/81_uses.classify.ipynb #6057bcb5
-def _class_parts(settings:Settings, data:_ClassData, train_cfg:TrainConfig)->dict[str,Any]: # for `run`
+def _class_parts(
+    settings:Settings,
+    data:_ClassData,
+    train_cfg:TrainConfig,
+)->dict[str,Any]: # arguments of `run`
     "Returns model, data and hooks of a run that classifies."
     def loaders(train_cfg, cfg, dist, tokenizer):
         _check_run(settings, train_cfg)
@@ -873,7 +977,9 @@ def _class_parts(settings:Settings, data:_ClassData, train_cfg:TrainConfig)->dic
     )
 
 # %% ../../nbs/81_uses.classify.ipynb #81aa0008
-def classify_on(settings:Settings, dist:Dist,
+def classify_on(
+    settings:Settings,
+    dist:Dist,
     stop:threading.Event|None=None, # ends the run with a checkpoint when it is set
     config:str|None=None, # the user's own file, which is kept as it is
 )->Path: # directory of the run
@@ -883,10 +989,11 @@ def classify_on(settings:Settings, dist:Dist,
         settings.val_share,
         settings.train.get('seed', TrainConfig.seed)
     )
-    configs = configs_of(settings, data, dist.world_size)
+    cfg,train_cfg = configs_of(settings, data, dist.world_size)
     run_dir = run(
-        *configs,
-        **_class_parts(settings, data, configs[1]),
+        cfg,
+        train_cfg,
+        **_class_parts(settings, data, train_cfg),
         dist=dist,
         stop=stop,
         asked=Namespace(config=config),
@@ -896,13 +1003,18 @@ def classify_on(settings:Settings, dist:Dist,
     return run_dir
 
 # %% ../../nbs/81_uses.classify.ipynb #aafa6c0a
-def _with_resume(settings:Settings, resume_from:str)->Settings: # 'checkpoint-N', a path, 'latest'
+def _with_resume(
+    settings:Settings,
+    resume_from:str, # checkpoint-N, a path, or latest
+)->Settings:
     "Returns the settings of a run that resumes."
     run_dir = Path(settings.output_dir)/(settings.run_name or '')
     checkpoint = Path(resume_from)
     latest = resume_from=='latest'
-    require(settings.run_name or checkpoint.exists() and not latest,
-        f'resume_from {resume_from}: give a path, or the run_name of the run that is meant')
+    require(
+        settings.run_name or checkpoint.exists() and not latest,
+        f'resume_from {resume_from}: give a path, or the run_name of the run that is meant'
+    )
     if latest:
         return replace(settings, train=settings.train|dict(resume=True))
     if not checkpoint.exists():
@@ -917,14 +1029,18 @@ def _with_resume(settings:Settings, resume_from:str)->Settings: # 'checkpoint-N'
     return replace(settings, train=settings.train|start)
 
 # %% ../../nbs/81_uses.classify.ipynb #aafa6c0d
-def _asked_settings(config:str|None, given:dict[str,Any], # a file; fields of `_Keys` in place of its own
-    trusted:dict[str,Any])->Settings: # fields of `TrainConfig`, also those that a run's file may not name
+def _asked_settings(
+    config:str|None, # a file; None: the defaults
+    given:dict[str,Any], # key of `_Keys` -> value in place of that of the file; None: as in the file
+    trusted:dict[str,Any], # fields of `TrainConfig`, also those that a run's file may not name
+)->Settings:
     "Returns the settings of a file, changed by what has a value."
     settings = Settings.load(config) if config else Settings()
-    require(not config or given['datasets'] or 'datasets' in settings.given,
-        f'{config} names no pictures: '
-        'write `datasets: [FOLDER]` in its section training, or give --datasets; a folder, a name on the '
-        'hub, digits or shapes')
+    require(
+        not config or given['datasets'] or 'datasets' in settings.given,
+        f'{config} names no pictures: write `datasets: [FOLDER]` in its section '
+        'training, or give --datasets; a folder, a name on the hub, digits or shapes'
+    )
     trusted = {name:value for name,value in trusted.items() if value}
     if config:
         check_trust(
@@ -934,23 +1050,29 @@ def _asked_settings(config:str|None, given:dict[str,Any], # a file; fields of `_
     return replace(settings, train=settings.train|trusted, **given)
 
 # %% ../../nbs/81_uses.classify.ipynb #3c7d145b
-def classify(config:str|None=None, model:str|None=None, # YAML file; in place of its `name`
-    datasets:list[str]|None=None, run_name:str|None=None, # in place of what the file has
-    resume_from:str|None=None, **trusted:Any)->int: # see `_with_resume`, `_asked_settings`; see `exit_code`
+def classify(
+    config:str|None=None, # YAML file
+    model:str|None=None, # in place of its `name`
+    datasets:list[str]|None=None, # in place of its `datasets`
+    run_name:str|None=None, # in place of its `run_name`
+    resume_from:str|None=None, # checkpoint-N of the run, a path, or latest
+    **trusted:Any, # see `_asked_settings`
+)->int: # see `exit_code`
     "Trains a classifier as a file says, on the ranks of torchrun."
     given = dict(name=model, datasets=datasets, run_name=run_name)
     settings = _asked_settings(config, given, trusted)
     if resume_from:
         settings = _with_resume(settings, resume_from)
-    with process_group(settings.train.get('timeout_s', TrainConfig.timeout_s)) as (
-        dist,
-        stop
-    ):
+    timeout_s = settings.train.get('timeout_s', TrainConfig.timeout_s)
+    with process_group(timeout_s) as (dist,stop):
         run_dir = classify_on(settings, dist, stop, config)
     return exit_code(run_dir)
 
 # %% ../../nbs/81_uses.classify.ipynb #aafa6c0e
-def sort_pictures(checkpoint:str|None, pictures:list[str]|None)->None: # or a run directory; files
+def sort_pictures(
+    checkpoint:str|None, # or a run directory
+    pictures:list[str]|None, # files
+)->None:
     "Prints a line for each picture: file, class, probability."
     if not (checkpoint and pictures):
         raise UsageError(

@@ -38,9 +38,9 @@ from ..model.native import TOWERS
 from ..training.lora import PEFT_CONFIG,read_adapted,read_peft,save_peft
 
 # %% ../../nbs/80_uses.export.ipynb #f2180e4f
-HAIR = 2**-24 # what a black pixel becomes
+HAIR = 2**-24 # what a black pixel becomes: not 0, which transformers takes for padding
 
-def _picture_rules(cfg:VLMConfig)->dict: # reads sizes of pictures and tiles, `pixel_mean`, `pixel_std`
+def _picture_rules(cfg:VLMConfig)->dict:
     "Returns the contents of preprocessor_config.json: what transformers does to a picture."
     means,stds = (
         3*values if len(values)==1 else values
@@ -55,13 +55,20 @@ def _picture_rules(cfg:VLMConfig)->dict: # reads sizes of pictures and tiles, `p
         image_std=[*stds]
     )
     if cfg.native:
-        limits = dict(min_pixels=cfg.min_pixels, max_pixels=cfg.max_pixels) # as transformers 4 reads them
-        return rules|limits|dict(image_processor_type='Qwen2VLImageProcessor',
-            processor_class='Qwen2_5_VLProcessor', resample=3, image_mean=[*means],
+        return rules|dict(
+            image_processor_type='Qwen2VLImageProcessor',
+            processor_class='Qwen2_5_VLProcessor',
+            min_pixels=cfg.min_pixels, # transformers 4 reads these two, later ones `size`
+            max_pixels=cfg.max_pixels,
+            resample=3,
+            image_mean=[*means],
             size=dict(shortest_edge=cfg.min_pixels, longest_edge=cfg.max_pixels),
-            patch_size=cfg.vit_patch_size, merge_size=cfg.mp_pixel_shuffle_factor,
-            temporal_patch_size=2)
-    means = [m-HAIR*float(m*255).is_integer() for m in means]
+            patch_size=cfg.vit_patch_size,
+            merge_size=cfg.mp_pixel_shuffle_factor,
+            temporal_patch_size=2
+        )
+    # a mean that some byte has would make pixels of 0
+    means = [mean-HAIR*float(mean*255).is_integer() for mean in means]
     return rules|dict(
         image_processor_type='Idefics3ImageProcessor',
         processor_class='Idefics3Processor',
@@ -82,7 +89,10 @@ AS_TEXT = (
     "{% set ns.all = ns.all + [{'role': m['role'], 'content': ns.text}] %}{% endfor %}"
     "{% set messages = ns.all %}")
 
-def _template(cfg:VLMConfig, tokenizer:PreTrainedTokenizerBase)->str: # whose own it is if `cfg` has none
+def _template(
+    cfg:VLMConfig,
+    tokenizer:PreTrainedTokenizerBase, # has the template if `cfg` has none
+)->str:
     "Returns the Jinja template for transformers, which takes texts and lists of parts."
     tokens = cfg.vlm_extra_tokens
     template = cfg.lm_chat_template or tokenizer.chat_template
@@ -121,7 +131,11 @@ picture = Image.alpha_composite(Image.new('RGBA', picture.size, 'white'), pictur
 """
 
 # %% ../../nbs/80_uses.export.ipynb #022e0f9d
-def write_form(model:VisionLanguageModel, folder:Path, kind:str)->None: # in `WHOLE`
+def write_form(
+    model:VisionLanguageModel,
+    folder:Path,
+    kind:str, # in `WHOLE`
+)->None:
     "Writes all but the weights: configuration, tokenizer, image processor."
     cfg = model.cfg
     tokenizer = copy.deepcopy(model.tokenizer)
@@ -135,10 +149,11 @@ def write_form(model:VisionLanguageModel, folder:Path, kind:str)->None: # in `WH
     save_json(folder/'config.json', config|dict(text_config=config['text_config']|ends))
     save_json(folder/'generation_config.json', ends)
     cfg.save(folder/OWN_CONFIG)
-    whole = cfg.image_convention!='nanovlm'
-    text = CARD.format(kind=WHOLE[kind], processor='' if whole else NO_PROCESSOR)
+    has_processor = cfg.image_convention!='nanovlm'
+    note = '' if has_processor else NO_PROCESSOR
+    text = CARD.format(kind=WHOLE[kind], processor=note)
     (folder/'README.md').write_text(text, encoding='utf-8')
-    if not whole: return
+    if not has_processor: return
     save_json(folder/'preprocessor_config.json', _picture_rules(cfg))
     if not cfg.native:
         save_json(
@@ -150,7 +165,11 @@ def write_form(model:VisionLanguageModel, folder:Path, kind:str)->None: # in `WH
         )
 
 # %% ../../nbs/80_uses.export.ipynb #67e67e56
-def export_smolvlm(model:VisionLanguageModel, folder:str|Path, kind:str='smolvlm')->None: # or idefics3
+def export_smolvlm(
+    model:VisionLanguageModel,
+    folder:str|Path,
+    kind:str='smolvlm', # or idefics3
+)->None:
     "Writes a model for transformers."
     _,tensors = to_smolvlm(model.state_dict(), model.cfg, kind)
     with written_at_once(folder, OWNED) as tmp:
@@ -158,7 +177,10 @@ def export_smolvlm(model:VisionLanguageModel, folder:str|Path, kind:str='smolvlm
         save_file(tensors, tmp/'model.safetensors', metadata=dict(format='pt'))
 
 # %% ../../nbs/80_uses.export.ipynb #69e80002
-def export_qwen(model:VisionLanguageModel, folder:str|Path)->None: # of `image_convention` qwen
+def export_qwen(
+    model:VisionLanguageModel, # of `image_convention` qwen
+    folder:str|Path,
+)->None:
     "Writes a Qwen2.5-VL for transformers."
     _,tensors = to_qwen(model.state_dict(), model.cfg)
     with written_at_once(folder, OWNED) as tmp:
@@ -166,19 +188,22 @@ def export_qwen(model:VisionLanguageModel, folder:str|Path)->None: # of `image_c
         save_file(tensors, tmp/'model.safetensors', metadata=dict(format='pt'))
 
 # %% ../../nbs/80_uses.export.ipynb #3c4481dd
-def open_model(name:str|Path, kind:str='nanovlm', # format to write
-    model:ModelClass=None)->VisionLanguageModel: # of your own, see `model_class`
-    "Returns what is to be exported, in eval mode: a checkpoint, a run, a hub id, or adapters of peft."
+def open_model(
+    name:str|Path, # a checkpoint, a run, a hub id, or adapters of peft
+    kind:str='nanovlm', # format to write
+    model:ModelClass=None, # of your own, see `model_class`
+)->VisionLanguageModel: # in eval mode
+    "Returns the model that is to be exported."
     if (Path(name)/PEFT_CONFIG).is_file() and kind!='peft':
         return read_peft(name)
-    own = model_class(model)
-    cfg = checkpoint_config(name, own.config_class)
+    model_type = model_class(model)
+    cfg = checkpoint_config(name, model_type.config_class)
     if kind=='qwen2_5_vl':
         to_qwen({}, cfg) # refuses another model before a tensor is read
     elif cfg.native and kind!='nanovlm':
         to_smolvlm({}, cfg) # likewise
     if kind!='peft':
-        return own.from_pretrained(name)
+        return model_type.from_pretrained(name)
     folder = Path(find_checkpoint(name))
     require(
         (folder/LORA_NOTE).is_file(),
@@ -188,22 +213,33 @@ def open_model(name:str|Path, kind:str='nanovlm', # format to write
     return read_adapted(folder)
 
 # %% ../../nbs/80_uses.export.ipynb #f5323d2d
-def check_exportable(model:VisionLanguageModel, kind:str)->None: # format to write
+def check_exportable(
+    model:VisionLanguageModel,
+    kind:str, # format to write
+)->None:
     "Raises a UsageError where no other program does what a model of your own does."
     processor = standard_processor(model) # or a UsageError
     if kind=='nanovlm': return
-    require(processor==image_processor_of(model.cfg),
-        f'this model has an image processor of its own, which {kind} cannot hold: take format nanovlm')
-    names = ('vision_encoder','MP','decoder')
-    parts = dict(zip(names, (*TOWERS[model.cfg.image_convention], LanguageModel)))
-    own = [name for name,usual in parts.items() if type(getattr(model, name)) is not usual]
+    require(
+        processor==image_processor_of(model.cfg),
+        f'this model has an image processor of its own, which {kind} cannot hold: '
+        'take format nanovlm'
+    )
+    tower,projector = TOWERS[model.cfg.image_convention]
+    parts = dict(vision_encoder=tower, MP=projector, decoder=LanguageModel)
+    own = [
+        name for name,usual in parts.items() if type(getattr(model, name)) is not usual
+    ]
     require(
         not own,
         f'this model has a {" and a ".join(own)} of its own, which {kind} cannot hold: '
         'take format nanovlm'
     )
 
-def need(extra:str, *packages:str)->None: # of this package
+def need(
+    extra:str, # of this package, which installs them
+    *packages:str,
+)->None:
     "Raises a UsageError about a package that is not installed."
     for package in packages:
         require(
@@ -228,8 +264,10 @@ PRE_TOKENIZERS = {
 }
 
 # %% ../../nbs/80_uses.export.ipynb #85ab0001
-def pre_tokenizer(parts:dict)->str|None: # of a tokenizer, as in tokenizer.json; llama.cpp's name
-    "Returns the rule that cuts a text into words; None if it has no name here, or no plain BPE follows."
+def pre_tokenizer(
+    parts:dict, # of a tokenizer, as in tokenizer.json
+)->str|None: # None: it has no name here, or no plain BPE follows
+    "Returns llama.cpp's name of the rule that cuts a text into words."
     pre = parts['pre_tokenizer'] or {}
     model = parts['model']
     steps = [dict(step) for step in pre.get('pretokenizers', [pre])]
@@ -242,15 +280,17 @@ def pre_tokenizer(parts:dict)->str|None: # of a tokenizer, as in tokenizer.json;
     return next((name for name,rule in PRE_TOKENIZERS.items() if rule==steps), None)
 
 # %% ../../nbs/80_uses.export.ipynb #85a0000d
-def _vocabulary(tokenizer:PreTrainedTokenizerBase, rows:int, # of the embedding table
+def _vocabulary(
+    tokenizer:PreTrainedTokenizerBase,
+    rows:int, # of the embedding table
 )->dict[str,Any]: # key -> value
     "Returns the tokenizer as llama.cpp reads it."
     from gguf import TokenType
     parts = json.loads(tokenizer.backend_tokenizer.to_str())
     texts = [f'[PAD{i}]' for i in range(rows)]
     kinds = [int(TokenType.UNUSED)]*rows
-    for token,number in tokenizer.get_vocab().items():
-        texts[number] = token
+    for text,number in tokenizer.get_vocab().items():
+        texts[number] = text
         kinds[number] = int(TokenType.NORMAL)
     for token in parts['added_tokens']:
         kinds[token['id']] = int(
@@ -260,15 +300,15 @@ def _vocabulary(tokenizer:PreTrainedTokenizerBase, rows:int, # of the embedding 
         pair if isinstance(pair, str) else ' '.join(pair)
         for pair in parts['model']['merges']
     ]
-    pre = pre_tokenizer(parts)
+    rule = pre_tokenizer(parts)
     require(
-        pre,
+        rule,
         'llama.cpp is not told of tokenizers of this kind here: '
         f'it can be BPE with the pre-tokenizer of {", ".join(PRE_TOKENIZERS)}'
     )
     values = dict(
         model='gpt2',
-        pre=pre,
+        pre=rule,
         tokens=texts,
         token_type=kinds,
         merges=merges,
@@ -312,7 +352,7 @@ VISION_NAMES = Family(
         'vision_encoder.patch_embedding.position_embedding': 'v.position_embd.weight',
         'vision_encoder.blocks.*.ln1.*': 'v.blk.*.ln1.*',
         'vision_encoder.blocks.*.attn.qkv_proj.*': [
-            f'v.blk.*.attn_{x}.*' for x in 'qkv'
+            f'v.blk.*.attn_{letter}.*' for letter in 'qkv'
         ],
         'vision_encoder.blocks.*.attn.out_proj.*': 'v.blk.*.attn_out.*',
         'vision_encoder.blocks.*.ln2.*': 'v.blk.*.ln2.*',
@@ -325,31 +365,36 @@ VISION_NAMES = Family(
     {},
     ()
 )
-_PLACES = 'v.position_embd.weight'
+_POSITIONS = 'v.position_embd.weight'
 
 # %% ../../nbs/80_uses.export.ipynb #85a00012
-def _language_tensors(model:VisionLanguageModel, # whose decoder it is
+def _language_tensors(
+    model:VisionLanguageModel,
 )->dict[str,Tensor]: # llama.cpp's name -> tensor
-    "Returns the tensors of the first file."
+    "Returns the tensors of the first file: those of the decoder."
     cfg = model.cfg
-    out = {}
-    turned = ('attn_q.weight','attn_k.weight') if text_type(cfg)=='llama' else ()
+    tensors = {}
+    # llama.cpp turns neighbours where we turn halves
+    reordered = ('attn_q.weight','attn_k.weight') if text_type(cfg)=='llama' else ()
     for ours,tensor in model.decoder.state_dict().items():
         if cfg.lm_tie_weights and ours=='head.weight':
             continue # llama.cpp takes the embedding table
         for name in their_names(ours, LANGUAGE_NAMES):
-            out[name] = neighbours(tensor, cfg.head_width) if name.endswith(turned) else tensor
-    return out
+            tensors[name] = tensor
+            if name.endswith(reordered):
+                tensors[name] = neighbours(tensor, cfg.head_width)
+    return tensors
 
 # %% ../../nbs/80_uses.export.ipynb #a0c221d8
-def _vision_tensors(model:VisionLanguageModel, # whose tower and projector they are
+def _vision_tensors(
+    model:VisionLanguageModel,
 )->dict[str,Tensor]: # llama.cpp's name -> tensor
-    "Returns the tensors of the second file."
-    out = {}
+    "Returns the tensors of the second file: those of tower and projector."
+    tensors = {}
     for ours,tensor in model.state_dict().items():
         names = their_names(ours, VISION_NAMES)
-        if names: out |= dict(zip(names, tensor.chunk(len(names))))
-    return out|{_PLACES:out[_PLACES][0]}
+        if names: tensors |= dict(zip(names, tensor.chunk(len(names))))
+    return tensors|{_POSITIONS:tensors[_POSITIONS][0]} # without the axis of the batch
 
 # %% ../../nbs/80_uses.export.ipynb #85a00016
 def _language_settings(cfg:VLMConfig)->dict[str,Any]: # key -> value
@@ -371,7 +416,7 @@ def _language_settings(cfg:VLMConfig)->dict[str,Any]: # key -> value
         'rope.freq_base':float(cfg.lm_re_base)
     }
     return {'general.architecture':kind, 'general.type':'model'}|{
-        f'{kind}.{k}':v for k,v in sizes.items()
+        f'{kind}.{key}':value for key,value in sizes.items()
     }
 
 # %% ../../nbs/80_uses.export.ipynb #85ab0003
@@ -380,7 +425,10 @@ _ACTIVATION_KEYS = dict(gelu_pytorch_tanh={'clip.use_gelu':True}, quick_gelu={})
 
 def _vision_settings(cfg:VLMConfig)->dict[str,Any]: # key -> value
     "Returns what llama.cpp must know of the tower, the projector and the pixels."
-    means,stds = (v*3 if len(v)==1 else list(v) for v in (cfg.pixel_mean,cfg.pixel_std))
+    means,stds = (
+        3*values if len(values)==1 else values
+        for values in (cfg.pixel_mean,cfg.pixel_std)
+    )
     sizes = {
         'image_size':cfg.vit_img_size,
         'patch_size':cfg.vit_patch_size,
@@ -392,8 +440,8 @@ def _vision_settings(cfg:VLMConfig)->dict[str,Any]: # key -> value
         'projector.scale_factor':cfg.mp_pixel_shuffle_factor,
         'attention.head_count':cfg.vit_n_heads,
         'attention.layer_norm_epsilon':cfg.vit_ln_eps,
-        'image_mean':[float(m) for m in means],
-        'image_std':[float(s) for s in stds]
+        'image_mean':[*map(float, means)],
+        'image_std':[*map(float, stds)]
     }
     kind = {
         'general.architecture':'clip',
@@ -401,41 +449,48 @@ def _vision_settings(cfg:VLMConfig)->dict[str,Any]: # key -> value
         'clip.has_vision_encoder':True,
         'clip.projector_type':'idefics3'
     }
-    return kind|_ACTIVATION_KEYS[cfg.vit_activation]|{f'clip.vision.{k}':v
-        for k,v in sizes.items()}
+    return kind|_ACTIVATION_KEYS[cfg.vit_activation]|{
+        f'clip.vision.{key}':value for key,value in sizes.items()
+    }
 
 # %% ../../nbs/80_uses.export.ipynb #85a00019
-_WHOLE = (_PLACES,'v.patch_embd.weight') # f32 in every file
+_ALWAYS_F32 = (_POSITIONS,'v.patch_embd.weight') # in every file
 
-def _stored(name:str, w:Tensor, # llama.cpp's name of a tensor; its values, of any dtype
+def _stored(
+    name:str, # llama.cpp's name of a tensor
+    tensor:Tensor, # of any dtype
     outtype:str, # f32, f16 or q8_0
 )->tuple[np.ndarray,Any]: # bytes or numbers, and what they are, a `GGMLQuantizationType`
     "Returns a tensor as it is kept in the file."
     from gguf import GGMLQuantizationType,quantize
-    array = w.detach().float().cpu().contiguous().numpy()
-    if array.ndim==1 or name in _WHOLE: outtype = 'f32'
+    array = tensor.detach().float().cpu().contiguous().numpy()
+    if array.ndim==1 or name in _ALWAYS_F32: outtype = 'f32'
     if outtype=='q8_0' and array.shape[-1]%32: outtype = 'f16'
     kind = GGMLQuantizationType[outtype.upper()]
     return quantize(array, kind),kind
 
 # %% ../../nbs/80_uses.export.ipynb #85a0001c
-def _announced(name):
+def _announced(name): # field of `vlm_extra_tokens`
     "Returns the text by which llama.cpp finds a token, if it looks for one."
-    if name.startswith('r') and 'c' in name:
+    if name.startswith('r') and 'c' in name: # such as r1c2: a tile, by row and column
         return '<row_{}_col_{}>'.format(*name[1:].split('c'))
     return dict(
         fake_image_token='<fake_token_around_image>', global_image_token='<global-img>'
     ).get(name)
 
 # %% ../../nbs/80_uses.export.ipynb #85ab0005
-def _check_carried(cfg:VLMConfig, tokenizer:PreTrainedTokenizerBase, # of a model; its tokenizer
-)->None: # raises unless llama.cpp can do the same
+def _check_carried(
+    cfg:VLMConfig,
+    tokenizer:PreTrainedTokenizerBase,
+)->None:
     "Raises a UsageError where llama.cpp would show a model something else than it learned."
     to_smolvlm({}, cfg)
-    require(cfg.image_convention=='smolvlm',
-        f'image_convention is {cfg.image_convention}, but llama.cpp '
-        'cuts and announces pictures as smolvlm does: train with image_convention smolvlm, '
-        'or take format onnx')
+    require(
+        cfg.image_convention=='smolvlm',
+        f'image_convention is {cfg.image_convention}, but llama.cpp cuts and announces '
+        'pictures as smolvlm does: train with image_convention smolvlm, '
+        'or take format onnx'
+    )
     require(
         cfg.vit_activation in _ACTIVATION_KEYS,
         f"vit_activation is {cfg.vit_activation}, but "
@@ -447,19 +502,27 @@ def _check_carried(cfg:VLMConfig, tokenizer:PreTrainedTokenizerBase, # of a mode
             f'vlm_extra_tokens has {token} for {name}, '
             f'but llama.cpp looks for {_announced(name)}: train with that'
         )
-    require(cfg.max_img_size!=cfg.vit_img_size,
-        f'max_img_size is {cfg.max_img_size}, one tile, but '
-        'llama.cpp shows every picture in tiles and as a whole: train with two tiles a side or more, '
-        'or take format onnx')
-    require(len(tokenizer.encode('\n\n', add_special_tokens=False))==1,
-        'the tokenizer has no token for a blank line, which llama.cpp puts before the view of the whole: '
-        "take a tokenizer with one (SmolLM2's has), or format onnx")
+    require(
+        cfg.max_img_size!=cfg.vit_img_size,
+        f'max_img_size is {cfg.max_img_size}, one tile, but llama.cpp shows every '
+        'picture in tiles and as a whole: train with two tiles a side or more, '
+        'or take format onnx'
+    )
+    require(
+        len(tokenizer.encode('\n\n', add_special_tokens=False))==1,
+        'the tokenizer has no token for a blank line, which llama.cpp puts before the '
+        "view of the whole: take a tokenizer with one (SmolLM2's has), or format onnx"
+    )
 
 # %% ../../nbs/80_uses.export.ipynb #85a0001f
 _FILE_TYPES = dict(f32=0, f16=1, q8_0=7) # llama.cpp's number of a file's kind
 
-def _write_gguf(path:Path, settings:dict[str,Any], # of the file; key -> value
-    tensors:dict[str,Tensor], outtype:str)->None: # name -> tensor; f32, f16 or q8_0
+def _write_gguf(
+    path:Path,
+    settings:dict[str,Any], # llama.cpp's key -> value
+    tensors:dict[str,Tensor], # llama.cpp's name -> tensor
+    outtype:str, # f32, f16 or q8_0
+)->None:
     "Writes one file."
     from gguf import GGUFWriter
     writer = GGUFWriter(path, settings['general.architecture'])
@@ -474,37 +537,41 @@ def _write_gguf(path:Path, settings:dict[str,Any], # of the file; key -> value
     for key,value in (settings|kind).items():
         if key!='general.architecture':
             add[type(value)](key, value)
-    for name,w in tensors.items():
-        array,how = _stored(name, w, outtype)
-        writer.add_tensor(name, array, raw_dtype=how)
-    for step in (
-        'write_header_to_file',
-        'write_kv_data_to_file',
-        'write_tensors_to_file',
-        'close'
-    ):
-        getattr(writer, step)()
+    for name,tensor in tensors.items():
+        array,dtype = _stored(name, tensor, outtype)
+        writer.add_tensor(name, array, raw_dtype=dtype)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 # %% ../../nbs/80_uses.export.ipynb #85ab0007
-def export_gguf(model:VisionLanguageModel, # with its tokenizer
+def export_gguf(
+    model:VisionLanguageModel, # with its tokenizer
     folder:str|Path, # directory to write, made if missing
-    outtype:str='f16')->None: # or f32, q8_0: how matrices are kept
+    outtype:str='f16', # or f32, q8_0: how matrices are kept
+)->None:
     "Writes a model for llama.cpp."
     cfg = model.cfg
     tokenizer = model.tokenizer
     _check_carried(cfg, tokenizer)
-    words = _vocabulary(tokenizer, cfg.lm_vocab_size)|{'tokenizer.chat_template':_template(cfg, tokenizer)}
+    settings = _language_settings(cfg)|_vocabulary(tokenizer, cfg.lm_vocab_size)
+    settings['tokenizer.chat_template'] = _template(cfg, tokenizer)
     with written_at_once(folder) as tmp:
-        for name,settings,tensors in (
-            ('model',_language_settings(cfg)|words, _language_tensors(model)),
-            ('mmproj',_vision_settings(cfg), _vision_tensors(model))
+        for name,values,tensors in (
+            ('model', settings, _language_tensors(model)),
+            ('mmproj', _vision_settings(cfg), _vision_tensors(model))
         ):
-            _write_gguf(tmp/f'{name}-{outtype}.gguf', settings, tensors, outtype)
+            _write_gguf(tmp/f'{name}-{outtype}.gguf', values, tensors, outtype)
 
 # %% ../../nbs/80_uses.export.ipynb #2791f964
-def export_model(checkpoint:str|Path, folder:str|Path, # see `open_model`; directory to write
-    kind:str='smolvlm', outtype:str='f16', # a `Format` but onnx and web; see `export_gguf`
-    model:ModelClass=None)->None: # of your own, see `model_class`
+def export_model(
+    checkpoint:str|Path, # see `open_model`
+    folder:str|Path, # directory to write
+    kind:str='smolvlm', # a `Format` but onnx and web
+    outtype:str='f16', # see `export_gguf`
+    model:ModelClass=None, # of your own, see `model_class`
+)->None:
     "Writes a checkpoint for other programs, and prints where."
     if kind=='gguf': need('gguf', 'gguf')
     opened = open_model(checkpoint, kind, model)
