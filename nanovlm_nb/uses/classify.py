@@ -717,9 +717,11 @@ def _longest_side(pictures:Iterable)->int: # what `open_header` takes; pixels
             longest = max(longest, *open_header(picture).size)
     return min(longest, 128)
 
-def _new_sizes(side:int)->dict[str,int]: # of the pictures, pixels; fields of `VLMConfig`
+def _new_sizes(side:int, # of the pictures, pixels
+    given:dict={})->dict: # fields of `VLMConfig` that stay; with those that go with them
     "Returns the sizes of a small model for pictures of one tile, which becomes one image token."
-    patch = -(-side//8)
+    side = given.get('vit_img_size', side)
+    patch = given.get('vit_patch_size', -(-side//8))
     across = -(-side//patch)
     return dict(
         vit_img_size=patch*across,
@@ -734,7 +736,7 @@ def _new_sizes(side:int)->dict[str,int]: # of the pictures, pixels; fields of `V
         lm_n_heads=2,
         lm_n_kv_heads=1,
         lm_n_blocks=1
-    )
+    )|given
 
 # %% ../../nbs/81_uses.classify.ipynb #81fa0004
 def _suited(settings:Settings, data:_ClassData)->Settings: # as given
@@ -754,7 +756,7 @@ def _suited(settings:Settings, data:_ClassData)->Settings: # as given
     return evolve(
         settings,
         name='shapes', # whose tokenizer and initial weights it has
-        vlm=_new_sizes(_longest_side(data.train.pictures()))|settings.vlm,
+        vlm=_new_sizes(_longest_side(data.train.pictures()), settings.vlm),
         train=usual|settings.train,
         **{key:value for key,value in run.items() if key not in settings.given}
     )
