@@ -63,7 +63,9 @@ def settings(cwd, name, model=SIZES, **training):
         use_wandb=False,
     )
     (cwd / f'{name}.yaml').write_text(
-        yaml.safe_dump(dict(model=model, training=more, monitor=monitor))
+        yaml.safe_dump(
+            dict(model=dict(name='shapes') | model, training=more, monitor=monitor)
+        )
     )
     return cwd / f'{name}.yaml'
 

@@ -11,7 +11,8 @@ __all__ = ['IMAGE_COLUMNS', 'LABEL_COLUMNS', 'BUILT_IN', 'TEST_SPLITS', 'LOGS', 
 # %% ../../nbs/81_uses.classify.ipynb #0f1ecc93
 import random,json,os,re,threading
 from collections.abc import Callable,Collection,Iterable,Iterator
-from itertools import chain
+from contextlib import suppress
+from itertools import chain,islice
 from dataclasses import dataclass,field,fields,replace
 from functools import partial
 from pathlib import Path
@@ -49,7 +50,7 @@ from ..model.pretrained import checkpoint_config,find_tokenizer,followed
 from ..model.files import resolve_checkpoint
 from ..model.flops import COMPONENTS
 from ..model.vlm import VisionLanguageModel
-from ..data.images import image_processor_of
+from ..data.images import image_processor_of,open_header
 from ..data.packing import Batch
 from ..data.sources import MapSource
 from ..data.loader import load_tokenizer,pack_loader,transforms_of
@@ -626,7 +627,9 @@ def _lay_out(run_dir:Path)->None:
 @dataclass
 class _Keys(Config):
     "The keys of a configuration file, section by section."
-    name:Text = 'shapes' # model: a preset, a run, a checkpoint, a SmolVLM, Idefics3 or Qwen2.5-VL; hub id
+    # model: new, a small one that fits the pictures; a preset, a run, a checkpoint, a SmolVLM, Idefics3 or
+    # Qwen2.5-VL; hub id
+    name:Text = 'new'
     num_labels:int|None = None # classes; None: as many as the data have
     prompt:Text = 'What is this?' # asked of every picture
     memory_efficient_attention:bool = True # fused attention; False: as it is defined, slowly
@@ -774,6 +777,59 @@ def _start(settings):
     cfg = evolve(VLMConfig.from_dict(of_model), **settings.vlm)
     return cfg,None if resumed else str(folder),folder
 
+# %% ../../nbs/81_uses.classify.ipynb #81fa0002
+def _longest_side(pictures:Iterable)->int: # what `open_header` takes; pixels
+    "Returns the longest side among the first pictures that can be read, at most 128."
+    longest = 1
+    for picture in islice(pictures, 100):
+        with suppress(Dropped):
+            longest = max(longest, *open_header(picture).size)
+    return min(longest, 128)
+
+def _new_sizes(side:int, # of the pictures, pixels
+    given:dict={})->dict: # fields of `VLMConfig` that stay; with those that go with them
+    "Returns the sizes of a small model for pictures of one tile, which becomes one image token."
+    side = given.get('vit_img_size', side)
+    patch = given.get('vit_patch_size', -(-side//8))
+    across = -(-side//patch)
+    return dict(
+        vit_img_size=patch*across,
+        max_img_size=patch*across,
+        vit_patch_size=patch,
+        mp_pixel_shuffle_factor=across,
+        vit_hidden_dim=64,
+        vit_n_heads=2,
+        vit_n_blocks=3,
+        lm_hidden_dim=64,
+        lm_inter_dim=128,
+        lm_n_heads=2,
+        lm_n_kv_heads=1,
+        lm_n_blocks=1
+    )|given
+
+# %% ../../nbs/81_uses.classify.ipynb #81fa0004
+def _suited(settings:Settings, data:_ClassData)->Settings: # as given
+    "Returns settings in which what was left out suits a new model, if that is what begins."
+    if settings.name!='new': return settings
+    shown = min(max(120_000//len(data.train), 4), 50) # passes
+    run = dict(
+        epochs=shown,
+        learning_rate=1.5e-3,
+        batch_size=32,
+        gradient_accumulation_steps=1,
+        eval_log_freq=max(shown*len(data.train)//320, 50)
+    )
+    usual = dict(
+        betas=[.9,.99], min_lr_ratio=.01, random_crop=.9 if shown>=10 else None
+    )
+    return evolve(
+        settings,
+        name='shapes', # whose tokenizer and initial weights it has
+        vlm=_new_sizes(_longest_side(data.train.pictures()), settings.vlm),
+        train=usual|settings.train,
+        **{key:value for key,value in run.items() if key not in settings.given}
+    )
+
 # %% ../../nbs/81_uses.classify.ipynb #af2705ef
 # field of `TrainConfig` -> key whose value it takes
 _KEY_OF = dict(
@@ -852,6 +908,7 @@ def configs_of(
         f'num_labels is {settings.num_labels}, but {", ".join(settings.datasets)} '
         f'have {len(data.names)} classes: leave it out or change the data'
     )
+    settings = _suited(settings, data)
     base,weights,folder = _start(settings)
     backend = 'explicit'
     if settings.memory_efficient_attention: backend = base.attn_backend
@@ -989,6 +1046,7 @@ def classify_on(
         settings.val_share,
         settings.train.get('seed', TrainConfig.seed)
     )
+    settings = _suited(settings, data)
     cfg,train_cfg = configs_of(settings, data, dist.world_size)
     run_dir = run(
         cfg,
@@ -1016,7 +1074,7 @@ def _with_resume(
         f'resume_from {resume_from}: give a path, or the run_name of the run that is meant'
     )
     if latest:
-        return replace(settings, train=settings.train|dict(resume=True))
+        return evolve(settings, train=settings.train|dict(resume=True))
     if not checkpoint.exists():
         checkpoint = run_dir/resume_from.replace('checkpoint-', 'step_')
     require(
@@ -1026,7 +1084,7 @@ def _with_resume(
         'or begin with its weights: --model'
     )
     start = dict(resume=True, load_from=str(checkpoint.resolve()))
-    return replace(settings, train=settings.train|start)
+    return evolve(settings, train=settings.train|start)
 
 # %% ../../nbs/81_uses.classify.ipynb #aafa6c0d
 def _asked_settings(
@@ -1047,7 +1105,7 @@ def _asked_settings(
             config, dict(wandb_project=settings.project)|settings.train, trusted
         )
     given = {name:value for name,value in given.items() if value}
-    return replace(settings, train=settings.train|trusted, **given)
+    return evolve(settings, train=settings.train|trusted, **given)
 
 # %% ../../nbs/81_uses.classify.ipynb #3c7d145b
 def classify(
