@@ -157,13 +157,6 @@ def _pairs(folder):
             endings |= {part.rpartition('.')[2] for part,_ in parts}
     return pairs if endings & {'txt', 'caption', 'json'} else {}
 
-def _pair_row(parts):
-    "The row of a sample in a folder; its pictures stay where they are."
-    return _sample(
-        (part, file if names_picture(part) else file.read_bytes())
-        for part,file in parts
-    )
-
 def _table_rows(file):
     "The rows of a table; what separates its fields is seen from its header."
     csv.field_size_limit(sys.maxsize) # a picture may be written into a field
@@ -182,10 +175,11 @@ def _objects(file):
         not head.startswith((b'\xff\xfe', b'\xfe\xff')),
         f'{file} is UTF-16: save it as UTF-8'
     )
+    start = head[:1]
     if ending(file) in ('.csv', '.tsv'):
         return enumerate(_table_rows(file), 1)
     whole = None
-    if head[:1] == b'[' or head[:1] == b'{' and ending(file) == '.json':
+    if start == b'[' or start == b'{' and ending(file) == '.json':
         with _opened(file) as f, suppress(ValueError, RecursionError):
             whole = json.loads(f.read())
     if isinstance(whole, dict): whole = _rows_of(whole, file)
@@ -424,7 +418,11 @@ class _Lines(Sequence):
         else:
             row = os.pread(_reading(self.file).fileno(), place['size'], place['start'])
         if isinstance(row, bytes): return json.loads(row)
-        return _pair_row(row) if self.file.is_dir() else row
+        if not self.file.is_dir(): return row
+        return _sample( # pictures stay where they are
+            (part, file if names_picture(part) else file.read_bytes())
+            for part,file in row
+        )
 
 def _unread_in_first(rows, nothing):
     "The columns that nothing reads in the first rows; an error if no row at all can be used: `nothing`."
@@ -858,7 +856,8 @@ def conform(
 # %% ../../nbs/24_data.files.ipynb #18fe4b8d
 def config_folder(path:str|Path, name:str)->Path:
     "The folder of a configuration; the path itself if there is none of that name."
-    return Path(path)/name if (Path(path)/name).is_dir() else Path(path)
+    folder = Path(path)/name
+    return folder if folder.is_dir() else Path(path)
 
 def tar_files(path:Path)->list[Path]: # a file or a folder
     "The tars that a path names; what else is there is named in the log."
@@ -1024,9 +1023,9 @@ def own_rows(
         rows = rows.to_list() # pictures as bytes
     elif hasattr(rows, 'iterrows'): # a DataFrame
         records = rows.to_dict('records')
-        rows = []
-        for record in records:
-            rows.append({name:_plain(value) for name,value in record.items()})
+        rows = [
+            {name:_plain(value) for name,value in record.items()} for record in records
+        ]
     require(
         isinstance(rows, Iterable) and not isinstance(rows, (str, bytes, dict)),
         f'rows are a {type(rows).__name__}: give a list, a generator or a table'

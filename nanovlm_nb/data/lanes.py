@@ -155,10 +155,7 @@ def plan_packs(
         pack_tiles = [sum(tiles[i] for i in group) for group in groups]
         order = _take_order(pack_tiles, state.before, rules.seed, state.epoch)
         groups = [groups[g] for g in order]
-    packs = []
-    for group in groups:
-        packs.append([items[i] for i in group])
-    return packs
+    return [[items[i] for i in group] for group in groups]
 
 # %% ../../nbs/23_data.lanes.ipynb #c41b7702
 class _Reader(Iterator):
@@ -215,7 +212,7 @@ def planned(lane:Lane, state:LaneState=LaneState())->Iterator[tuple]: # samples,
 
 # %% ../../nbs/23_data.lanes.ipynb #f940ef03
 def packs_of(lane:Lane, state:LaneState=LaneState())->Iterator[dict]: # as of `packing.pack`
-    "The rest of an epoch, then padding for ever; each pack with `lane`, `state` after it, `drops`, `cut`, `done`."
+    "The rest of an epoch, then padding for ever; each pack with `lane`, `state` after it, drops and more."
     rules = lane.rules
     slots = lane.samples.tokenizer.image_token_id,lane.samples.mp_image_token_length
     for members,state,drops,cut in planned(lane, state):

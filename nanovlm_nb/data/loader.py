@@ -10,7 +10,6 @@ __all__ = ['PLANNED', 'PROBED', 'OPEN_LANES', 'PACKS_PER_READ', 'merge_states', 
 # %% ../../nbs/25_data.loader.ipynb #eab4ca42
 import random
 from collections.abc import Callable,Iterable,Iterator,Sequence
-from contextlib import AbstractContextManager
 from copy import copy
 from dataclasses import asdict,replace
 from functools import partial
@@ -82,11 +81,6 @@ def _check_state(
     missing = now['states'].keys()-state['states'].keys()
     require(not missing,
         f'the state lacks lanes {sorted(map(int, missing))}: merge the states of all ranks')
-
-# %% ../../nbs/25_data.loader.ipynb #29c97750
-class _letting_go(AbstractContextManager):
-    "Clears the frames of an error's traceback, which would keep the loader's workers alive."
-    def __exit__(self, kind, e, tb): clear_frames(tb)
 
 # %% ../../nbs/25_data.loader.ipynb #29c97752
 PLANNED = 20_000 # rows of an epoch, at most, that are all planned before a run, to know its updates
@@ -175,8 +169,11 @@ class PackLoader(Loader):
     def __iter__(self)->Iterator[Batch]: # the rest of the epoch
         packs = (p for p in pack_workers(self) if p is not None)
         while True:
-            with _letting_go():
-                turn = [next(packs) for _ in self.lanes]
+            try: turn = [next(packs) for _ in self.lanes]
+            except BaseException as e:
+                # an error keeps its call stack alive, and with it the loader and its workers
+                clear_frames(e.__traceback__)
+                raise
             for p in turn: # undo what `LaneDataset` did for transport
                 p |= {k:as_received(v) for k,v in p.items()}
                 if 'layout' in p: p['layout'] = p['layout'].each(as_received)
@@ -288,15 +285,16 @@ def pack_workers(loader:PackLoader)->DataLoader: # packs of this rank's lanes in
 # %% ../../nbs/25_data.loader.ipynb #b9c3f325
 def load_tokenizer(vlm_cfg:VLMConfig)->PreTrainedTokenizerBase: # its ids agree with the config
     "The tokenizer of a config; 'shapes' is trained on the spot."
-    cfg = vlm_cfg
-    extra = cfg.vlm_extra_tokens
-    if cfg.lm_tokenizer!='shapes':
-        tokenizer = get_tokenizer(cfg.lm_tokenizer, extra, cfg.lm_chat_template)
+    extra = vlm_cfg.vlm_extra_tokens
+    if vlm_cfg.lm_tokenizer!='shapes':
+        tokenizer = get_tokenizer(vlm_cfg.lm_tokenizer, extra, vlm_cfg.lm_chat_template)
     else:
         tokenizer = shapes_tokenizer(
-            extra, cfg.lm_chat_template or CHAT_TEMPLATE, cfg.lm_base_vocab_size
+            extra,
+            vlm_cfg.lm_chat_template or CHAT_TEMPLATE,
+            vlm_cfg.lm_base_vocab_size
         )
-    check_tokenizer(tokenizer, cfg)
+    check_tokenizer(tokenizer, vlm_cfg)
     return tokenizer
 
 # %% ../../nbs/25_data.loader.ipynb #ef470d02
@@ -308,11 +306,11 @@ def _divided(total:int|None, weights:Sequence[float])->list: # sums to `total`; 
 
 # %% ../../nbs/25_data.loader.ipynb #e668c3f3
 def _mixture(
-    cfg:TrainConfig,
-    data:dict, # configuration -> rows
-    kind:Callable, # makes a source
-    folders:dict, # configuration -> where its pictures lie
-)->Mixture:
+    cfg,
+    data, # configuration -> rows
+    kind, # class of the sources
+    folders, # configuration -> where its pictures lie
+):
     "Mix the configurations that could be loaded by weight; each is split by itself."
     names = config_names(cfg.train_dataset_path, cfg.train_dataset_name)
     all_weights = cfg.train_dataset_weights
@@ -330,7 +328,7 @@ def _mixture(
 # %% ../../nbs/25_data.loader.ipynb #e668c3f5
 _SHAPES_SCENES = 10_000 # scenes of the embedded data set when `data_cutoff_idx` does not say how many
 
-def _shapes_sources(cfg:TrainConfig)->tuple[MapSource,MapSource]: # for training, for validation
+def _shapes_sources(cfg)->tuple[MapSource,MapSource]: # for training, for validation
     "The embedded data set."
     require(
         cfg.val_size<=_SHAPES_SCENES,
@@ -363,10 +361,10 @@ def _training_source(cfg):
             folders[name] = picture_folders(path, name, cfg.images_path)
     if cfg.train_dataset_weights:
         return _mixture(cfg, data, kind, folders)
-    rows = data if stream or len(data)>1 else [*data.values()][0]
-    if rows is not data:
-        folders = {None: folders.get(next(iter(data)))}
-    return kind(rows, cfg.seed, cfg.val_size, cfg.data_cutoff_idx, folders=folders)
+    if len(data)==1 and not stream: # a single table needs no name
+        (name,data), = data.items()
+        folders = {None: folders.get(name)}
+    return kind(data, cfg.seed, cfg.val_size, cfg.data_cutoff_idx, folders=folders)
 
 # %% ../../nbs/25_data.loader.ipynb #e668c302
 def load_sources(
@@ -531,7 +529,7 @@ def get_dataloaders(
 
 # %% ../../nbs/25_data.loader.ipynb #63c5131b
 def first_rows(
-    source:Any,
+    source,
     n:int, # rows
     samples:VQADataset|None=None, # counts rows that it leaves out; None: rows are not planned
 )->list[dict]:

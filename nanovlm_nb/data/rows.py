@@ -161,9 +161,6 @@ class UnusedColumn(UsageError):
 _OWN_NAME = re.compile(r'(?:image|img|picture|photo)?_?(?:file)?_?(?:name|path|file)')
 _IS_ID = re.compile(r'(?:.*_)?id|index|__.*')
 
-def _is_id(row, group):
-    return _IS_ID.fullmatch(group[0]) and isinstance(row[group[0]], str)
-
 def _picture_names(row, columns):
     "What the pictures of some columns are called."
     names = []
@@ -210,7 +207,11 @@ def _picture_columns(row, groups, others, folders, chosen):
         if degree == 2 and not _is_same(row, group, main)
     ]
     if len(certain) > 1 or groups:
-        certain = [group for group in certain if not _is_id(row, group)]
+        certain = [
+            group
+            for group in certain
+            if not _IS_ID.fullmatch(group[0]) or not isinstance(row[group[0]], str)
+        ]
     if groups:
         if certain and not chosen:
             _refuse(certain[0][0], 'pictures', main or groups[0])
@@ -249,7 +250,8 @@ def columns_of(
     by_name = columns_by_name(tuple(row))
     read = _NOTHING.copy()
     read['texts'] = _filled(row, by_name['texts'])
-    for kind in ('system',) if read['texts'] else _QUESTION_KINDS:
+    kinds = ['system'] if read['texts'] else _QUESTION_KINDS
+    for kind in kinds:
         read[kind] = _filled(row, by_name[kind])
     if not read['texts']: _settle_options(row, read)
     others = _others(row, read)
@@ -315,7 +317,8 @@ def unread_of(
     unread = [
         name for name in row if name and name not in used and is_filled(row[name])
     ]
-    for name in read['answer'] if read['question'] else ():
+    answers = read['answer'] if read['question'] else () # of which one is learned
+    for name in answers:
         if is_caption(name): continue
         several = len(as_list(listed(row[name]))) > 1
         if several and not is_conversation(row[name]):

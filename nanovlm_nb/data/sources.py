@@ -89,8 +89,8 @@ BROKEN = (
 
 def is_damage(error:BaseException)->bool: # one of `BROKEN`
     "Whether a file, or its columns, cannot be read; other errors are the system's."
-    from_arrow = type(error) is OSError and error.errno is None
-    return from_arrow or not isinstance(error, (OSError, MemoryError))
+    # an OSError of arrow about a file has no number
+    return type(error) is OSError and error.errno is None or not isinstance(error, (OSError, MemoryError))
 
 def head_rows(rows)->list[dict]: # a table, a stream, or what gives rows
     "The first rows of a data set; none if its columns are known or were looked at, or if a file is damaged."
@@ -350,8 +350,8 @@ class StreamSource:
         for name,stream in streams.items():
             if not isinstance(stream, Parts) and stream.features:
                 stream = stream.with_format('arrow')
-            for i,(piece,part) in enumerate(_shares(stream)):
-                self.shares.append(Share(name, i, piece, part))
+            for i,share in enumerate(_shares(stream)):
+                self.shares.append(Share(name, i, *share))
         self.heads = _heads(len(self.shares), val_size)
 
     def held_out(self)->'StreamSource': # always in the same order
@@ -452,14 +452,15 @@ class Mixture:
         state = [list(s) for s in at or [(0, 0, None, 0.)]*len(self.sources)]
         readers = {}
         empty = set[int]() # sources whose last pass had nothing for this lane
-        def missing(k): # rows that are due and were not drawn
-            return state[k][3]-state[k][0]
         while len(empty)<len(state):
             shares = self.shares_at(lanes*sum(s[0] for s in state))
             for s,share in zip(state, shares): s[3] += share
             row = None
             while row is None and len(empty)<len(state):
-                k = max((k for k in range(len(state)) if k not in empty), key=missing)
+                k = max( # the most rows that are due and were not drawn
+                    (k for k in range(len(state)) if k not in empty),
+                    key=lambda k: state[k][3]-state[k][0]
+                )
                 if k not in readers:
                     readers[k] = self._opened(k, lane, lanes, epoch, state)
                 position,row = next(readers[k], (None, None))

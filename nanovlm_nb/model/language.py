@@ -382,8 +382,7 @@ class LanguageModel(nn.Module):
                 )
                 if self.cfg.use_moe:
                     x,balance = x
-                    balances.append(balance)
-        balances = [b for b in balances if b is not None]
+                    if balance is not None: balances.append(balance)
         x = self.norm(x)
         if not with_balance: return x
         return x, sum(balances) if balances else None
