@@ -256,15 +256,6 @@ def client_note(model:VisionLanguageModel)->dict[str,Any]: # with its tokenizer;
         )
     )
 
-# %% ../../nbs/82_uses.onnx.ipynb #73a0002a
-def _to_int8(path:Path)->None: # an ONNX file
-    "Writes the same graph with matrices of one byte a weight beside it, `_quantized`."
-    from onnxruntime.quantization import QuantType,quantize_dynamic
-    out = path.with_name(f'{path.stem}_quantized.onnx')
-    quantize_dynamic(
-        path, out, op_types_to_quantize=['MatMul','Gather'], weight_type=QuantType.QInt8
-    )
-
 # %% ../../nbs/82_uses.onnx.ipynb #73a0002c
 def write_graphs(
     model:VisionLanguageModel,
@@ -298,5 +289,12 @@ def export_onnx(
         save_json(tmp/OWN_NOTE, client_note(model))
         (tmp/'onnx').mkdir()
         write_graphs(model, tmp/'onnx')
-        if int8:
-            for file in [*(tmp/'onnx').iterdir()]: _to_int8(file) # a list: files are added
+        if not int8: return
+        from onnxruntime.quantization import QuantType,quantize_dynamic
+        for file in [*(tmp/'onnx').iterdir()]: # a list: files are added
+            quantize_dynamic(
+                file,
+                file.with_name(f'{file.stem}_quantized.onnx'),
+                op_types_to_quantize=['MatMul','Gather'],
+                weight_type=QuantType.QInt8
+            )

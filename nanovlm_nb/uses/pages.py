@@ -126,10 +126,6 @@ def _about(asker:Asker)->str:
     )
 
 # %% ../../nbs/83_uses.pages.ipynb #00c23014
-def _is_address(name:str)->bool: # such as 192.168.0.7
-    try: return bool(ipaddress.ip_address(name))
-    except ValueError: return False
-
 def _is_meant(
     header:str, # `Host` of a request
     host:str, # address on which the page listens
@@ -139,8 +135,10 @@ def _is_meant(
     except ValueError: return False
     if name in ('localhost','127.0.0.1','::1',host.lower()):
         return True
-    everywhere = host in ('0.0.0.0','::')
-    return everywhere and (_is_address(name) or name==socket.gethostname().lower())
+    if host not in ('0.0.0.0','::'): return False
+    if name==socket.gethostname().lower(): return True
+    try: return bool(ipaddress.ip_address(name)) # such as 192.168.0.7
+    except ValueError: return False
 
 class _OnlyHere:
     "An ASGI middleware that answers requests to a name which is not this machine's with 403."
