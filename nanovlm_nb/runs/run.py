@@ -503,8 +503,9 @@ def run(
                 vlm_cfg, train_cfg, dist, hold, again
             )
             if train_cfg.deterministic:
-                may_compile = train_cfg.compile is not False
-                stack.enter_context(same_bits(dist.device.type, may_compile))
+                stack.enter_context(
+                    same_bits(dist.device.type, train_cfg.compile is not False)
+                )
             log = _make_log(run_dir, dist, vlm_cfg, train_cfg)
             opened = stack.enter_context(
                 OpenRun(run_dir, vlm_cfg, train_cfg, dist, log, again)

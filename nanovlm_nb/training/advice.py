@@ -45,8 +45,9 @@ def _over_budget(shares:dict[str,float])->dict[str,float]:
 def _smaller_pictures(cfg:VLMConfig)->list[int]:
     "Returns ever smaller values of `max_img_size`, down to one tile."
     tiles = cfg.max_img_size//cfg.vit_img_size # a side
-    halvings = range(1, tiles.bit_length())
-    return [(tiles>>halving)*cfg.vit_img_size for halving in halvings]
+    return [
+        (tiles>>halvings)*cfg.vit_img_size for halvings in range(1, tiles.bit_length())
+    ]
 
 # %% ../../nbs/52_training.advice.ipynb #7c2e7c82
 Table = dict[str,list[tuple[Any,str]]] # kind of waiting or work -> rows of (condition, sentence)
@@ -60,37 +61,41 @@ def if_it_waits(
     workers = loader_workers(train_cfg, cores)
     smaller = _smaller_pictures(vlm_cfg)
     accumulation = train_cfg.gradient_accumulation_steps
-    lanes = train_cfg.batch_size*accumulation
-    more_workers = min(max(2*workers, 6), lanes, cores or 32)
+    more_workers = min(
+        max(2*workers, 6),
+        train_cfg.batch_size*accumulation, # a lane has one at most
+        cores or 32
+    )
     path = train_cfg.train_dataset_path
     is_stream = train_cfg.stream_dataset or path=='shapes' or path.endswith('.jsonl')
     in_memory = path in ('rows','labels') # or they have been read
-    data = [
-        (more_workers>workers, f'num_workers {workers} -> {more_workers}'),
-        (not (is_stream or in_memory), 'stream_dataset True, if the disk is slow'),
-        (
-            vlm_cfg.resize_to_max_side_len and smaller,
-            'resize_to_max_side_len False: fewer tiles of small pictures'
-        ),
-        (
-            smaller,
-            f'max_img_size {vlm_cfg.max_img_size} -> {[*smaller, 0][0]}: '
-            'fewer pixels to decode and resize'
-        )
-    ]
-    communication = [
-        (train_cfg.sharding=='zero3', 'sharding zero3 -> zero2, if the weights fit'),
-        (
-            accumulation<16,
-            f'gradient_accumulation_steps {accumulation} -> 16: fewer exchanges, '
-            f'but {16/accumulation:.3g} times as many packs'
-        ),
-        (
-            train_cfg.max_tiles_per_knapsack is None,
-            'max_tiles_per_knapsack: no rank waits for the fullest pack'
-        )
-    ]
-    return dict(data=data, communication=communication)
+    return dict(
+        data=[
+            (more_workers>workers, f'num_workers {workers} -> {more_workers}'),
+            (not (is_stream or in_memory), 'stream_dataset True, if the disk is slow'),
+            (
+                vlm_cfg.resize_to_max_side_len and smaller,
+                'resize_to_max_side_len False: fewer tiles of small pictures'
+            ),
+            (
+                smaller,
+                f'max_img_size {vlm_cfg.max_img_size} -> {[*smaller, 0][0]}: '
+                'fewer pixels to decode and resize'
+            )
+        ],
+        communication=[
+            (train_cfg.sharding=='zero3', 'sharding zero3 -> zero2, if the weights fit'),
+            (
+                accumulation<16,
+                f'gradient_accumulation_steps {accumulation} -> 16: fewer exchanges, '
+                f'but {16/accumulation:.3g} times as many packs'
+            ),
+            (
+                train_cfg.max_tiles_per_knapsack is None,
+                'max_tiles_per_knapsack: no rank waits for the fullest pack'
+            )
+        ]
+    )
 
 # %% ../../nbs/52_training.advice.ipynb #417dcf21
 def _if_it_works(
@@ -102,49 +107,49 @@ def _if_it_works(
     def is_long(part): return shares.get(part, 0)>_HIGHEST_SHARE['other']/2
     accumulation = train_cfg.gradient_accumulation_steps
     batch_size = train_cfg.batch_size
-    save_interval = train_cfg.save_interval
     has_gpu = device!='cpu'
-    other = [
-        (
-            is_long('validation'),
-            f'eval_interval {train_cfg.eval_interval} -> {2*train_cfg.eval_interval}'
-        ),
-        (
-            is_long('checkpoint') and save_interval,
-            f'save_interval {save_interval} -> {2*save_interval}'
-        ),
-        (
-            train_cfg.offload_optimizer,
-            'offload_optimizer False: the accelerator makes the update'
-        ),
-        (
-            is_long('checkpoint') and not train_cfg.async_save,
-            'async_save True: checkpoints are written while training goes on'
-        ),
-        (
-            train_cfg.stats_log_interval<100,
-            f'stats_log_interval {train_cfg.stats_log_interval} -> 100'
-        )
-    ]
-    compute = [
-        (has_gpu and not train_cfg.compile, 'compile True'),
-        (
-            has_gpu and train_cfg.dtype=='float32',
-            'dtype float32 -> auto: matrix products in 16 bits'
-        ),
-        (
-            train_cfg.language_checkpointing or train_cfg.vision_checkpointing,
-            'language_checkpointing and vision_checkpointing False, '
-            'if the memory allows it'
-        ),
-        (
-            has_gpu and batch_size<4 and accumulation%2==0,
-            f'batch_size {batch_size} -> {2*batch_size} and '
-            f'gradient_accumulation_steps {accumulation} -> {accumulation//2}, '
-            'if the memory allows it: the same update'
-        )
-    ]
-    return dict(other=other, compute=compute)
+    return dict(
+        other=[
+            (
+                is_long('validation'),
+                f'eval_interval {train_cfg.eval_interval} -> {2*train_cfg.eval_interval}'
+            ),
+            (
+                is_long('checkpoint') and train_cfg.save_interval,
+                f'save_interval {train_cfg.save_interval} -> {2*train_cfg.save_interval}'
+            ),
+            (
+                train_cfg.offload_optimizer,
+                'offload_optimizer False: the accelerator makes the update'
+            ),
+            (
+                is_long('checkpoint') and not train_cfg.async_save,
+                'async_save True: checkpoints are written while training goes on'
+            ),
+            (
+                train_cfg.stats_log_interval<100,
+                f'stats_log_interval {train_cfg.stats_log_interval} -> 100'
+            )
+        ],
+        compute=[
+            (has_gpu and not train_cfg.compile, 'compile True'),
+            (
+                has_gpu and train_cfg.dtype=='float32',
+                'dtype float32 -> auto: matrix products in 16 bits'
+            ),
+            (
+                train_cfg.language_checkpointing or train_cfg.vision_checkpointing,
+                'language_checkpointing and vision_checkpointing False, '
+                'if the memory allows it'
+            ),
+            (
+                has_gpu and batch_size<4 and accumulation%2==0,
+                f'batch_size {batch_size} -> {2*batch_size} and '
+                f'gradient_accumulation_steps {accumulation} -> {accumulation//2}, '
+                'if the memory allows it: the same update'
+            )
+        ]
+    )
 
 # %% ../../nbs/52_training.advice.ipynb #eedaaff6
 def stability_advice(train_cfg:TrainConfig)->list[str]:

@@ -20,15 +20,6 @@ def ema_rate(
     "Returns what the average keeps of itself in an update."
     return min(rate, (1+step)/(10+step))
 
-# %% ../../nbs/54_training.ema.ipynb #e3a0000c
-@torch.no_grad()
-def _exchange(weights:dict[str,Tensor], other:dict[str,Tensor])->None:
-    "Exchanges the values of tensors with equal names."
-    for name,weight in weights.items():
-        values = weight.detach().clone()
-        weight.copy_(other[name])
-        other[name].copy_(values)
-
 # %% ../../nbs/54_training.ema.ipynb #e3a000c1
 class EMA(Hook):
     """The average of the weights in place of the weights themselves, except while an update is made.
@@ -62,9 +53,13 @@ class EMA(Hook):
             for name,weight in self.other.items()
         }
 
+    @torch.no_grad()
     def swap(self)->None:
         "Exchanges the two sets of weights."
-        _exchange(self.weights, self.other)
+        for name,weight in self.weights.items():
+            values = weight.detach().clone()
+            weight.copy_(self.other[name])
+            self.other[name].copy_(values)
         self.averaged = not self.averaged
 
     def before_update(self, trainer:Trainer)->None:

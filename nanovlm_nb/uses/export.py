@@ -67,7 +67,7 @@ def _picture_rules(cfg:VLMConfig)->dict:
             merge_size=cfg.mp_pixel_shuffle_factor,
             temporal_patch_size=2
         )
-    # a mean that some byte has would make pixels of 0
+    # where a mean is the value of a byte, such pixels would become 0
     means = [mean-HAIR*float(mean*255).is_integer() for mean in means]
     return rules|dict(
         image_processor_type='Idefics3ImageProcessor',

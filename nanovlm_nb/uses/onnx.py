@@ -27,7 +27,10 @@ class _See(nn.Module):
         self.tower = model.vision_encoder
         self.project = model.MP
 
-    def forward(self, pixel_values:Tensor, pixel_attention_mask:Tensor, # (B, n, 3, S, S); (B, n, S, S) bool
+    def forward(
+        self,
+        pixel_values:Tensor, # (B, n, 3, S, S)
+        pixel_attention_mask:Tensor, # (B, n, S, S) bool
     )->Tensor: # (real tiles, tokens of a tile, D)
         "Returns image tokens of all real tiles."
         real = pixel_attention_mask.flatten(0, 1).flatten(1).any(1)
@@ -36,31 +39,44 @@ class _See(nn.Module):
 # %% ../../nbs/82_uses.onnx.ipynb #73a0001a
 LOW = -1e9 # a score that must not count
 
-def _attend(q:Tensor, k:Tensor, v:Tensor, # (B, H, T, D), (B, Hkv, S, D) twice
+def _attend(
+    q:Tensor, # (B, H, T, D)
+    k:Tensor, # (B, Hkv, S, D)
+    v:Tensor, # (B, Hkv, S, D)
     seen:Tensor, # (B, 1, 1, T, S) True where a position may look
-)->tuple[Tensor,Tensor]: # what each position gathered (B, T, H*D); weights (B, Hkv, H/Hkv, T, S)
+)->tuple[Tensor,Tensor]: # what each position gathered (B, T, H*D), and weights (B, Hkv, H/Hkv, T, S)
     "Returns attention, step by step; queries that share a key head have an axis of their own."
     q = q.unflatten(1, (k.shape[1],-1))*q.shape[-1]**-.5
-    weights = (q@k[:,:,None].transpose(-1, -2)).masked_fill(~seen, LOW).softmax(-1)
-    return (weights@v[:,:,None]).flatten(1, 2).transpose(1, 2).flatten(2),weights
+    scores = q@k[:,:,None].transpose(-1, -2)
+    weights = scores.masked_fill(~seen, LOW).softmax(-1)
+    gathered = (weights@v[:,:,None]).flatten(1, 2) # (B, H, T, D)
+    return gathered.transpose(1, 2).flatten(2),weights
 
 # %% ../../nbs/82_uses.onnx.ipynb #73a0001e
 class Read(nn.Module):
     "From vectors and a past to scores and a longer past; for a page also where it looked."
-    def __init__(self, model:VisionLanguageModel, watched:tuple[int,...]=()): # blocks whose attention is told
+    def __init__(
+        self,
+        model:VisionLanguageModel,
+        watched:tuple[int,...]=(), # blocks whose attention is returned, as a mean
+    ):
         super().__init__()
         self.decoder = model.decoder
         self.watched = watched
 
-    def forward(self, inputs_embeds:Tensor, attention_mask:Tensor, # (B, T, D); (B, S) 0 at padding
-        position_ids:Tensor, num_logits_to_keep:Tensor, # (B, T); of the last positions, 0: of all
+    def forward(
+        self,
+        inputs_embeds:Tensor, # (B, T, D)
+        attention_mask:Tensor, # (B, S) 0 at padding
+        position_ids:Tensor, # (B, T)
+        num_logits_to_keep:Tensor, # scalar: scores of the last positions; 0: of all
         *past:Tensor, # key and value of each block, (B, Hkv, S-T, D)
     )->tuple[Tensor,...]: # scores, keys and values with the new ones, perhaps attention (B, T, S)
         "Reads some positions."
         x = inputs_embeds
         decoder = self.decoder
         present = []
-        looked = []
+        attention = []
         T = x.shape[1]
         S = attention_mask.shape[1]
         rows = torch.arange(T)[:,None]+S-T
@@ -69,21 +85,23 @@ class Read(nn.Module):
         turns = decoder.rotary_embd(position_ids)
         for i,block in enumerate(decoder.blocks):
             q,*new = block.attn.heads(block.norm1(x), *turns)
-            k,v = (torch.cat(two, 2) for two in zip(past[2*i:2*i+2], new))
+            k,v = (torch.cat(pair, 2) for pair in zip(past[2*i:2*i+2], new))
             mixed,weights = _attend(q, k, v, seen)
             x = x+block.attn.out_proj(mixed)
             x = x+block.mlp(block.norm2(x))
             present += [k, v]
-            if i in self.watched: looked.append(weights.mean((1, 2)))
+            if i in self.watched: attention.append(weights.mean((1, 2)))
         first = torch.where(num_logits_to_keep>0, T-num_logits_to_keep, 0)
         scores = decoder.head(decoder.norm(x[:,torch.arange(T)>=first]))
-        if looked: present.append(torch.stack(looked).mean(0))
+        if attention: present.append(torch.stack(attention).mean(0))
         return (scores,*present)
 
 # %% ../../nbs/82_uses.onnx.ipynb #73a00020
 Axes = dict[str,tuple] # name of an input or output -> its axes, a size or a name each
 
-def _axes_of(cfg:VLMConfig, watched:bool=False, # see `Read`
+def _axes_of(
+    cfg:VLMConfig,
+    watched:bool=False, # see `Read`
 )->dict[str,tuple[Axes,Axes]]: # file -> inputs, outputs
     "Returns what goes into the three files of a model, and what comes out."
     tiles = ('batch_size','num_images')
@@ -91,16 +109,16 @@ def _axes_of(cfg:VLMConfig, watched:bool=False, # see `Read`
     width = cfg.lm_hidden_dim
     side = cfg.vit_img_size
     whole = 'total_sequence_length'
-    def kept(when, axis):
+    def cache(prefix, length):
         names = [
-            f'{when}.{i}.{kind}'
+            f'{prefix}.{i}.{kind}'
             for i in range(cfg.lm_n_blocks)
             for kind in ('key','value')
         ]
         return dict.fromkeys(
-            names, ('batch_size', cfg.lm_n_kv_heads, axis, cfg.head_width)
+            names, ('batch_size', cfg.lm_n_kv_heads, length, cfg.head_width)
         )
-    looked = dict(attention=(*text, whole)) if watched else {}
+    attention = dict(attention=(*text, whole)) if watched else {}
     return dict(
         vision_encoder=(
             dict(
@@ -117,48 +135,55 @@ def _axes_of(cfg:VLMConfig, watched:bool=False, # see `Read`
                 position_ids=text,
                 num_logits_to_keep=()
             )
-            |kept('past_key_values', 'past_sequence_length'),
+            |cache('past_key_values', 'past_sequence_length'),
             dict(logits=('batch_size', 'num_logits', cfg.lm_vocab_size))
-            |kept('present', whole)
-            |looked
+            |cache('present', whole)
+            |attention
         )
     )
 
 # %% ../../nbs/82_uses.onnx.ipynb #73a0000c
 OPSET = 18 # version of the operators: what programs since 2023 know
+# of an example that is traced
 _LENGTHS = dict(
     batch_size=2,
     num_images=2,
     sequence_length=3,
     past_sequence_length=4,
     total_sequence_length=7
-) # of an example
-_KINDS = dict(pixel_attention_mask=torch.bool)|dict.fromkeys(
+)
+_DTYPES = dict(pixel_attention_mask=torch.bool)|dict.fromkeys(
     ('input_ids','attention_mask','position_ids','num_logits_to_keep'), torch.int64
 ) # all others are float32
 
 # %% ../../nbs/82_uses.onnx.ipynb #93c800a8
-def _to_onnx(module:nn.Module, inputs:Axes, outputs:Axes)->Any: # see `_axes_of`; a `ModelProto`
+def _to_onnx(
+    module:nn.Module,
+    inputs:Axes, # see `_axes_of`
+    outputs:Axes, # likewise
+)->Any: # a `ModelProto`
     "Returns the graph of a module, with its weights."
     example = []
     shapes:list[Any] = [] # of each input: number of a free axis -> what it is
-    free:dict[str,Any] = dict(total_sequence_length=torch.export.Dim.DYNAMIC) # the sum of two others
+    # the length of past and present is the sum of two others, so it is no dimension of its own
+    free:dict[str,Any] = dict(total_sequence_length=torch.export.Dim.DYNAMIC)
     for name,axes in inputs.items():
         lengths = [_LENGTHS.get(axis, axis) for axis in axes]
-        example.append(torch.ones(lengths, dtype=_KINDS.get(name, torch.float32)))
+        example.append(torch.ones(lengths, dtype=_DTYPES.get(name, torch.float32)))
         for axis in axes:
             if isinstance(axis, str) and axis not in free:
                 free[axis] = torch.export.Dim(axis)
         shapes.append(
-            {place:free[axis] for place,axis in enumerate(axes) if axis in free}
+            {number:free[axis] for number,axis in enumerate(axes) if axis in free}
         )
-    first = sum(not name.startswith('past') for name in inputs) # of the past: one argument
-    past = shapes[first:]
-    del shapes[first:]
+    # all of the past is a single argument, `*past`, and has its shapes in a tuple
+    first_past = sum(not name.startswith('past') for name in inputs)
+    past = shapes[first_past:]
+    del shapes[first_past:]
     if past: shapes.append(tuple(past))
-    logging.getLogger('torch.onnx').setLevel(logging.ERROR) # warns of what it does without
-    with warnings.catch_warnings(record=True): # about itself
-        made = torch.onnx.export(
+    logging.getLogger('torch.onnx').setLevel(logging.ERROR) # it warns of packages that are not there
+    with warnings.catch_warnings(record=True): # it warns of its own code
+        program = torch.onnx.export(
             module.eval(),
             tuple(example),
             input_names=[*inputs],
@@ -168,7 +193,7 @@ def _to_onnx(module:nn.Module, inputs:Axes, outputs:Axes)->Any: # see `_axes_of`
             dynamo=True,
             verbose=False
         )
-    return _tidied(made.model_proto, inputs|outputs)
+    return _tidied(program.model_proto, inputs|outputs)
 
 # %% ../../nbs/82_uses.onnx.ipynb #73a0000e
 def _tidied(proto, axes):
@@ -186,24 +211,25 @@ def _tidied(proto, axes):
 # %% ../../nbs/82_uses.onnx.ipynb #73a00027
 OWN_NOTE = 'nanovlm_onnx.json' # beside the files: all that a client has to know
 
-def _halves(tokenizer, pictures):
+def _halves(tokenizer, placeholders): # text in place of the pictures
     "Returns what a prompt has before its pictures and behind its question."
-    question = 'xzyvd'
-    messages = to_messages(tokenizer, [dict(user=question)], pictures)
+    question = 'xzyvd' # a text that no template has
+    messages = to_messages(tokenizer, [dict(user=question)], placeholders)
     text = render_chat(tokenizer, messages, prompt=True)
-    return text.rstrip(' ').split(pictures+question)
+    return text.rstrip(' ').split(placeholders+question)
 
 # %% ../../nbs/82_uses.onnx.ipynb #36ad6eda
 def client_note(model:VisionLanguageModel)->dict[str,Any]: # with its tokenizer; for `OWN_NOTE`
     "Returns what a client has to know."
     cfg = model.cfg
     tokenizer = model.tokenizer
-    one = get_image_string(
+    one_tile = get_image_string(
         tokenizer, [(1,1)], cfg.mp_image_token_length, cfg.image_convention
     )
     return dict(
         graphs={
-            name:dict(inputs=i, outputs=o) for name,(i,o) in _axes_of(cfg).items()
+            name:dict(inputs=inputs, outputs=outputs)
+            for name,(inputs,outputs) in _axes_of(cfg).items()
         },
         cache=dict(
             blocks=cfg.lm_n_blocks, heads=cfg.lm_n_kv_heads, width=cfg.head_width
@@ -214,7 +240,9 @@ def client_note(model:VisionLanguageModel)->dict[str,Any]: # with its tokenizer;
             end=tokenizer.eos_token_id,
             pad=tokenizer.pad_token_id
         ),
-        prompt=dict(picture=_halves(tokenizer, one), text=_halves(tokenizer, '')),
+        prompt=dict(
+            picture=_halves(tokenizer, one_tile), text=_halves(tokenizer, '')
+        ),
         picture=dict(
             convention=cfg.image_convention,
             tile=cfg.vit_img_size,
@@ -223,23 +251,17 @@ def client_note(model:VisionLanguageModel)->dict[str,Any]: # with its tokenizer;
             mean=cfg.pixel_mean,
             std=cfg.pixel_std,
             tokens_per_tile=cfg.mp_image_token_length,
-            one_tile=one,
+            one_tile=one_tile,
             tokens=cfg.vlm_extra_tokens
         )
     )
 
-# %% ../../nbs/82_uses.onnx.ipynb #73a0002a
-def _to_int8(path:Path)->None: # an ONNX file
-    "Writes the same graph with matrices of one byte a weight beside it, `_quantized`."
-    from onnxruntime.quantization import QuantType,quantize_dynamic
-    out = path.with_name(f'{path.stem}_quantized.onnx')
-    quantize_dynamic(
-        path, out, op_types_to_quantize=['MatMul','Gather'], weight_type=QuantType.QInt8
-    )
-
 # %% ../../nbs/82_uses.onnx.ipynb #73a0002c
-def write_graphs(model:VisionLanguageModel, folder:Path, # which is there
-    watched:tuple[int,...]=())->None: # see `Read`
+def write_graphs(
+    model:VisionLanguageModel,
+    folder:Path, # which is there
+    watched:tuple[int,...]=(), # see `Read`
+)->None:
     "Writes the three files of a model."
     parts = dict(
         vision_encoder=_See(model),
@@ -251,18 +273,28 @@ def write_graphs(model:VisionLanguageModel, folder:Path, # which is there
         (folder/f'{name}.onnx').write_bytes(graph)
 
 # %% ../../nbs/82_uses.onnx.ipynb #73a0002f
-def export_onnx(model:VisionLanguageModel, # with its tokenizer
+def export_onnx(
+    model:VisionLanguageModel, # with its tokenizer
     folder:str|Path, # directory to write, made if missing
     int8:bool=False, # write the files with one byte a weight, too
 )->None:
     "Writes a model for transformers.js, and for ONNX Runtime."
     with written_at_once(folder) as tmp:
         write_form(model, tmp, 'smolvlm')
-        template = dict(chat_template=(tmp/'chat_template.jinja').read_text(encoding='utf-8'))
-        settings = json.loads((tmp/'tokenizer_config.json').read_text(encoding='utf-8'))
-        save_json(tmp/'tokenizer_config.json', settings|template) # where transformers.js looks for it
+        # transformers.js looks for the template in the settings of the tokenizer
+        template = (tmp/'chat_template.jinja').read_text(encoding='utf-8')
+        path = tmp/'tokenizer_config.json'
+        settings = json.loads(path.read_text(encoding='utf-8'))
+        save_json(path, settings|dict(chat_template=template))
         save_json(tmp/OWN_NOTE, client_note(model))
         (tmp/'onnx').mkdir()
         write_graphs(model, tmp/'onnx')
-        if int8:
-            for path in [*(tmp/'onnx').iterdir()]: _to_int8(path)
+        if not int8: return
+        from onnxruntime.quantization import QuantType,quantize_dynamic
+        for file in [*(tmp/'onnx').iterdir()]: # a list: files are added
+            quantize_dynamic(
+                file,
+                file.with_name(f'{file.stem}_quantized.onnx'),
+                op_types_to_quantize=['MatMul','Gather'],
+                weight_type=QuantType.QInt8
+            )

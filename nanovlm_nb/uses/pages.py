@@ -36,8 +36,10 @@ from .onnx import OWN_NOTE,client_note,export_onnx,write_graphs
 # %% ../../nbs/83_uses.pages.ipynb #56edd373
 NOT_ANSWERED = 'Not answered: ' # begins a reply that says what went wrong
 
-def _heard(history:list[dict])->tuple[list[str],list[dict]]: # messages as gradio has them; files, turns
-    "Returns the pictures and the turns of a conversation."
+def _heard(
+    history:list[dict], # messages, as gradio has them
+)->tuple[list[str],list[dict]]: # files of the pictures, and turns
+    "Returns what a conversation has been about."
     files = []
     turns = []
     def text_of(message):
@@ -58,20 +60,30 @@ class _Talk:
         self.images = []
         self.chat = None
 
-    def about(self, asker:Asker, files:list, turns:list[dict])->Chat: # all pictures; what was said before
+    def about(
+        self,
+        asker:Asker,
+        files:list, # of all pictures
+        turns:list[dict], # so far
+    )->Chat:
         "Returns the conversation about some pictures."
         if files!=self.files:
-            self.images = [open_image(f, asker.model.cfg.pixel_max) for f in files]
+            white = asker.model.cfg.pixel_max
+            self.images = [open_image(file, white) for file in files]
             self.files = files
             self.chat = Chat(asker, self.images)
         self.chat.turns = turns
         return self.chat
 
 # %% ../../nbs/83_uses.pages.ipynb #9708fa98
-def _respond(asker:Asker, talk:_Talk, # of this visitor; it is changed
-    message:dict, history:list[dict], # `text` and `files`; what was said before, see `_heard`
-    temperature:float=0., max_new_tokens:int=64, # 0 takes the most likely token; of the longest answer
-)->Iterator[tuple[str,Image.Image|None]]: # the answer so far; the heat map, at the end
+def _respond(
+    asker:Asker,
+    talk:_Talk, # of this visitor; it is changed
+    message:dict, # `text` and `files`
+    history:list[dict], # messages so far, see `_heard`
+    temperature:float=0., # 0 takes the most likely token
+    max_new_tokens:int=64, # longest answer in tokens
+)->Iterator[tuple[str,Image.Image|None]]: # the answer so far, and at the end the heat map
     "Answers, piece by piece."
     files,turns = _heard(history)
     text = ''
@@ -86,47 +98,50 @@ def _respond(asker:Asker, talk:_Talk, # of this visitor; it is changed
     except ValueError as e:
         return (yield f'{NOT_ANSWERED}{e}',None)
     if not talk.images: return
-    heat = answer_heat(asker, talk.images, [*turns, dict(user=question)], text.strip())[-1]
+    asked = [*turns, dict(user=question)]
+    *_,heat = answer_heat(asker, talk.images, asked, text.strip())
     yield text,overlay(talk.images[-1], heat)
 
 # %% ../../nbs/83_uses.pages.ipynb #ab0u7002
 def _about(asker:Asker)->str:
     "Returns what a visitor should know of a model: its size, its data, how often it is right."
-    size = sum(p.numel() for p in asker.model.parameters())/1e6
-    said = f'This model has {size:.2f} million parameters'
-    run:Any = asker.run_dir
-    best = run and read_pointer(run, BEST)
-    if not best or best!=asker.model.folder or not (run/ANSWER_TABLE).is_file():
-        return f'{said}. How often it is right is not recorded.'
-    _,cfg = load_yaml(run/CONFIG, given=None)
-    scores = json.loads((run/ANSWER_TABLE).read_text(encoding='utf-8'))
-    asked = scores['answers']['all'][1]
+    millions = sum(p.numel() for p in asker.model.parameters())/1e6
+    size = f'This model has {millions:.2f} million parameters'
+    run_dir:Any = asker.run_dir
+    best = run_dir and read_pointer(run_dir, BEST)
+    if not best or best!=asker.model.folder or not (run_dir/ANSWER_TABLE).is_file():
+        return f'{size}. How often it is right is not recorded.'
+    _,cfg = load_yaml(run_dir/CONFIG, given=None)
+    scores = json.loads((run_dir/ANSWER_TABLE).read_text(encoding='utf-8'))
+    _,count = scores['answers']['all']
     def share(column):
-        return f"{scores[column]['all'][0]/asked:.1%}"
-    results = f"Of {asked:,} held-out questions it answers {share('answers')} right"
+        right,_ = scores[column]['all']
+        return f'{right/count:.1%}'
+    results = f"Of {count:,} held-out questions it answers {share('answers')} right"
     if 'another picture' in scores:
         results += f", and {share('another picture')} when shown another picture"
     return (
-        f'{said} and was trained on {Path(cfg.train_dataset_path).name}. {results}. '
+        f'{size} and was trained on {Path(cfg.train_dataset_path).name}. {results}. '
         f"The commonest answer is right in {share('blind guess')}."
     )
 
 # %% ../../nbs/83_uses.pages.ipynb #00c23014
-def _is_address(name:str)->bool: # such as 192.168.0.7
-    try: return bool(ipaddress.ip_address(name))
-    except ValueError: return False
-
-def _is_meant(header:str, host:str)->bool: # the header `Host`; address on which the page listens
+def _is_meant(
+    header:str, # `Host` of a request
+    host:str, # address on which the page listens
+)->bool:
     "Returns whether a request names this machine."
     try: name = urlsplit(f'//{header}').hostname or ''
     except ValueError: return False
     if name in ('localhost','127.0.0.1','::1',host.lower()):
         return True
-    everywhere = host in ('0.0.0.0','::')
-    return everywhere and (_is_address(name) or name==socket.gethostname().lower())
+    if host not in ('0.0.0.0','::'): return False
+    if name==socket.gethostname().lower(): return True
+    try: return bool(ipaddress.ip_address(name)) # such as 192.168.0.7
+    except ValueError: return False
 
 class _OnlyHere:
-    "An ASGI middleware: requests under a name of somebody else get 403."
+    "An ASGI middleware that answers requests to a name which is not this machine's with 403."
     def __init__(self, app:Callable, host:str):
         self.app = app
         self.host = host
@@ -135,7 +150,10 @@ class _OnlyHere:
         header = dict(scope.get('headers', ())).get(b'host', b'').decode('latin-1')
         if scope['type']=='lifespan' or _is_meant(header, self.host):
             return await self.app(scope, receive, send)
-        text = f'This page is at localhost and at {self.host}. For another name, start it with --host NAME.'
+        text = (
+            f'This page is at localhost and at {self.host}. '
+            'For another name, start it with --host NAME.'
+        )
         await send(
             dict(
                 type='http.response.start',
@@ -146,8 +164,12 @@ class _OnlyHere:
         await send(dict(type='http.response.body', body=text.encode()))
 
 # %% ../../nbs/83_uses.pages.ipynb #cfc432ed
-def _build_page(asker:Asker, title:str, max_new_tokens:int=64, # heading; longest answer in tokens
-    example:tuple|None=None): # picture and question that are offered; a `gradio.Blocks`, to be launched
+def _build_page(
+    asker:Asker,
+    title:str,
+    max_new_tokens:int=64, # longest answer in tokens
+    example:tuple|None=None, # file of a picture, and a question about it, that are offered
+): # a `gradio.Blocks`, to be launched
     "Returns the page."
     import gradio as gr
     def ask(message, history, temperature, talk):
@@ -191,9 +213,13 @@ def _build_page(asker:Asker, title:str, max_new_tokens:int=64, # heading; longes
     return page
 
 # %% ../../nbs/83_uses.pages.ipynb #5edc451e
-def serve(checkpoint:str|Path, max_new_tokens:int=64, # or a run, or a hub id; of the longest answer
-    host:str='127.0.0.1', port:int=7860, # address
-    model:ModelClass=None)->None: # of your own, see `model_class`
+def serve(
+    checkpoint:str|Path, # or a run, or a hub id
+    max_new_tokens:int=64, # longest answer in tokens
+    host:str='127.0.0.1', # address
+    port:int=7860,
+    model:ModelClass=None, # of your own, see `model_class`
+)->None:
     "Shows a page where you talk with a model about pictures, until Ctrl-C."
     need('demo', 'gradio')
     try: example = read_example(checkpoint)[:2]
@@ -211,7 +237,9 @@ def serve(checkpoint:str|Path, max_new_tokens:int=64, # or a run, or a hub id; o
             app_kwargs=only_here
         )
     except (OSError, OverflowError) as e:
-        raise UsageError(f'port {port} of {host}: {e}; give another --port or --host') from e
+        raise UsageError(
+            f'port {port} of {host}: {e}; give another --port or --host'
+        ) from e
     say(f'{address} shows the page, Ctrl-C ends it')
     page.block_thread()
 
@@ -219,23 +247,30 @@ def serve(checkpoint:str|Path, max_new_tokens:int=64, # or a run, or a hub id; o
 OTHER_TOKENIZERS = 'the page has no other: export with --format onnx, for transformers.js'
 
 # %% ../../nbs/83_uses.pages.ipynb #e0fa01d0
-def _check_page_tokenizer(spec:dict[str,Any], # contents of tokenizer.json
-)->None: # raises unless the page can read it
-    "Raises a UsageError about a tokenizer that is no byte-level BPE, or one with a peculiarity."
-    odd = map(
-        spec['model'].get,
-        ('byte_fallback','continuing_subword_prefix','end_of_word_suffix')
+def _check_page_tokenizer(
+    spec:dict[str,Any], # contents of tokenizer.json
+)->None:
+    "Raises a UsageError about a tokenizer that the page cannot read: it reads byte-level BPE."
+    model = spec['model']
+    options = ('byte_fallback','continuing_subword_prefix','end_of_word_suffix')
+    require(
+        pre_tokenizer(spec) in ('gpt-2','smollm')
+        and spec['normalizer'] is None
+        and not any(map(model.get, options)),
+        f"a tokenizer of the kind {model['type']} that is no byte-level BPE after "
+        f'GPT-2 or SmolLM; {OTHER_TOKENIZERS}'
     )
-    require(pre_tokenizer(spec) in ('gpt-2','smollm') and spec['normalizer'] is None
-        and not any(odd),
-        f"a tokenizer of the kind {spec['model']['type']} that is no byte-level BPE after GPT-2 or SmolLM; "
-        f'{OTHER_TOKENIZERS}')
-    letters = sum(len(token)==1 for token in spec['model']['vocab'])
-    spaced = any(
-        t[k] for t in spec['added_tokens'] for k in ('lstrip','rstrip','single_word')
+    letters = sum(len(token)==1 for token in model['vocab'])
+    takes_spaces = any(
+        token[option]
+        for token in spec['added_tokens']
+        for option in ('lstrip','rstrip','single_word')
     )
-    require(letters>=256 and not spaced,
-        f'a tokenizer without all bytes, or with tokens that take spaces; {OTHER_TOKENIZERS}')
+    require(
+        letters>=256 and not takes_spaces,
+        'a tokenizer without all bytes, or with tokens that take spaces; '
+        f'{OTHER_TOKENIZERS}'
+    )
 
 # %% ../../nbs/83_uses.pages.ipynb #74a00011
 PAGE = files('nanovlm_nb')/'uses'/'page' # the page's own files
@@ -251,36 +286,43 @@ RUNTIME_SHA256 = 'd2228df7e4616bc3348bf504ee888f3bec43789a273f0a63f3e68d203ce3bf
 RUNTIME_FILES = 'ort.wasm.bundle.min.mjs','ort-wasm-simd-threaded.wasm' # what the page takes from it
 
 # %% ../../nbs/83_uses.pages.ipynb #b9091439
-def _read_runtime(where:str|Path|None=None, # the package, a .tgz; None: fetch it
+def _read_runtime(
+    package:str|Path|None=None, # a .tgz; None: fetch it
 )->dict[str,bytes]: # name -> contents
     "Returns the files of ONNX Runtime that a page needs."
     try:
-        data = Path(where).read_bytes() if where else urlopen(RUNTIME, timeout=60).read()
+        if package: data = Path(package).read_bytes()
+        else: data = urlopen(RUNTIME, timeout=60).read()
         require(
-            where or sha256(data).hexdigest()==RUNTIME_SHA256,
+            package or sha256(data).hexdigest()==RUNTIME_SHA256,
             f'{RUNTIME} was changed on its way here'
         )
         with tarfile.open(fileobj=io.BytesIO(data)) as tar:
-            found = {
+            members = {
                 name:tar.extractfile(f'package/dist/{name}') for name in RUNTIME_FILES
             }
-            return {name:f.read() for name,f in found.items() if f}
+            return {name:file.read() for name,file in members.items() if file}
     except (OSError, tarfile.TarError, KeyError) as e:
         raise UsageError(
-            f'{where or RUNTIME} is no package with ONNX Runtime ({e}): '
+            f'{package or RUNTIME} is no package with ONNX Runtime ({e}): '
             f'fetch {RUNTIME}, and name it with --web_runtime'
         ) from e
 
 # %% ../../nbs/83_uses.pages.ipynb #74a0001d
-SCENES,MOST_TOKENS = 6,32 # pictures that are offered; tokens of an answer
+SCENES = 6 # pictures that are offered
+MOST_TOKENS = 32 # of an answer
 
 def _offered_rows()->list[dict]: # of `shapes_dataset`
     "Returns some held-out rows with a picture, always the same."
-    return [row for row in shapes_dataset(2*SCENES, 'validation') if row['images']][:SCENES]
+    rows = shapes_dataset(2*SCENES, 'validation')
+    return [row for row in rows if row['images']][:SCENES]
 
 # %% ../../nbs/83_uses.pages.ipynb #2e833c14
-def _page_note(texts:list[str], side:int, # about each scene; of a tile, pixels
-    about:str)->dict[str,Any]: # see `_about`; for page.json
+def _page_note(
+    texts:list[str], # about each scene
+    side:int, # of a tile in pixels
+    about:str, # see `_about`
+)->dict[str,Any]: # contents of page.json
     "Returns what the page offers."
     from matplotlib import colormaps,colors
     return dict(
@@ -309,8 +351,10 @@ def _write_model(model, folder):
     write_graphs(model, folder, tuple(default_blocks(model.cfg.lm_n_blocks)))
 
 # %% ../../nbs/83_uses.pages.ipynb #84ab0003
-def _export_web(model:VisionLanguageModel, # with its tokenizer
-    folder:str|Path, web_runtime:str|Path|None=None, # to write, made if missing; see `_read_runtime`
+def _export_web(
+    model:VisionLanguageModel, # with its tokenizer
+    folder:str|Path, # directory to write, made if missing
+    web_runtime:str|Path|None=None, # see `_read_runtime`
 )->None:
     "Writes a page that answers questions about pictures."
     import onnxruntime
@@ -340,10 +384,14 @@ def _export_web(model:VisionLanguageModel, # with its tokenizer
             shutil.copyfile(Path(onnxruntime.__file__).parent/name, tmp/'runtime'/name)
 
 # %% ../../nbs/83_uses.pages.ipynb #74a00027
-def export_graphs(checkpoint:str|Path, folder:str|Path, # see `open_model`; directory to write
-    kind:str='onnx', int8:bool=False, # or web; see `export_onnx`
+def export_graphs(
+    checkpoint:str|Path, # see `open_model`
+    folder:str|Path, # directory to write
+    kind:str='onnx', # or web
+    int8:bool=False, # see `export_onnx`
     web_runtime:str|None=None, # see `_read_runtime`
-    model:ModelClass=None)->None: # of your own, see `model_class`
+    model:ModelClass=None, # of your own, see `model_class`
+)->None:
     "Writes a checkpoint as ONNX files, or as a page with them, and prints where."
     need('onnx', 'onnx', 'onnxruntime', 'onnxscript')
     note = f'{OWN_NOTE} says how pictures are cut and announced'
