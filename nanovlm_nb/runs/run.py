@@ -308,8 +308,8 @@ def _frozen_tokens(
     trainer:Trainer,
     begins:bool, # this is the first start of the run
 )->list[str]: # at most one line
-    """Says that new rows of a pretrained embedding stay random. Those of a checkpoint may have been trained, so
-    a model that begins with one gets no line."""
+    """Says that new rows of a pretrained embedding stay random. Those of a checkpoint may have been trained,
+    so a model that begins with one gets no line."""
     model = trainer.base
     cfg = model.cfg
     from_checkpoint = trainer.cfg.load_from or trainer.cfg.resume_from_vlm_checkpoint

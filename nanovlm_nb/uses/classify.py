@@ -673,7 +673,7 @@ GUIDE = dict(
 
 # %% ../../nbs/81_uses.classify.ipynb #81aa0001
 def _entries(sections, where, known):
-    "Yields key and value of a file, whatever section they are in; a guide's frequencies lie one level deeper."
+    "Yields keys and values of all sections of a file; a guide's frequencies lie one level deeper."
     for section,entries in sections.items():
         require(
             isinstance(entries or {}, dict),
