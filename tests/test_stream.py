@@ -769,7 +769,9 @@ def test_a_tar_is_indexed_once_and_a_lane_reads_its_own_samples(tmp_path, monkey
     assert (
         whole == [f'{i}?' for i in range(40)] == questions(source()) and len(scans) == 1
     )
-    (index,) = (tmp_path / 'cache' / 'nanovlm').iterdir()
+    index, lock = sorted(
+        (tmp_path / 'cache' / 'nanovlm').iterdir(), key=lambda p: p.suffix == '.lock'
+    )
     made = index.read_bytes()
     for damaged in (b'', made[:-9], made[:200] + b'x' + made[201:]):
         index.write_bytes(damaged)
