@@ -297,7 +297,7 @@ def check_run(path:str|Path)->Path:
 
 # %% ../../nbs/04_core.settings.ipynb #974a2953
 def _combined(name, config, given):
-    "What preset, file and flags make together: the file of a run that goes on, or None, the model, the run."
+    "Returns `vlm_cfg` and `train_cfg` from preset, file and flags, and `saved`, a run's own file."
     its_preset,named = _read_yaml(config, given) if config is not None else (None,given)
     source,vlm,train = _own_settings(named) or (
         None,

@@ -191,8 +191,9 @@ def planned(lane:Lane, state:LaneState=LaneState())->Iterator[tuple]: # samples,
         next_state = LaneState(state.epoch, window.end, state.before+n_packs)
         growing = _open_window(lane, rows, window.end, next_state.before)
         next_window = next(growing)
-        # rows of the next window that are read for each pack of this one, rounded up
-        rows_a_pack = n_rows*next_window.n_packs//n_packs**2+1
+        # the next window is read while this one is given away: so many rows for each of its packs
+        n_next_rows = n_rows*next_window.n_packs//n_packs # about, if packs are like those of this one
+        rows_a_pack = n_next_rows//n_packs+1
         for j in range(n_packs):
             members = packs.pop(0)
             if j<state.emitted: continue

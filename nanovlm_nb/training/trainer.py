@@ -307,6 +307,7 @@ def _agree(
     trainer.overflow = False
     trainer.refused = None
     if refusals:
+        # of each rank None, or (overflow, reason)
         verdicts = [*filter(None, trainer.dist.gather(reason and (overflow,reason)))]
         # False before True: a bad sample on one rank counts before an overflow on another
         trainer.overflow,trainer.refused = min(verdicts, key=lambda verdict: verdict[0])
@@ -379,7 +380,7 @@ def train_step(trainer:Trainer, update:Update)->Figures: # for the log
         if trainer.refused is None and any(p.grad is not None for p in trainer.trained):
             scaler.step(trainer.optimizer)
             scaler.update()
-        else: # gradients are not unscaled any more; after an overflow the scale is halved
+        else: # makes the scaler ready for the next update; after an overflow with half of its scale
             scaler.update(scaler.get_scale()/(2 if trainer.overflow else 1))
         trainer.optimizer.zero_grad(set_to_none=True)
 
@@ -409,7 +410,7 @@ def _why_left_out(trainer:Trainer, loader:Loader)->str|None: # every rank must c
 def updates(trainer:Trainer)->Iterator[Update]: # as many on every rank
     "Yields updates, epoch after epoch, until the run has its length or is stopped."
     length = trainer.cfg.length
-    def is_over(epochs=0): # completed ones; 0: as far as updates and samples say
+    def is_over(epochs=0): # completed ones; with 0 only updates and samples count
         return trainer.stop or length.is_reached(trainer.step, trainer.samples, epochs)
     while not is_over(trainer.epoch):
         trainer.saver.wait() # workers are forked: no thread may hold a lock
@@ -801,7 +802,7 @@ class Checkpoint(Hook):
 # %% ../../nbs/49_training.trainer.ipynb #ca70adbc
 def _place_data(
     trainer:Trainer,
-    state:dict, # of the checkpoint; its counters follow where an epoch is left out
+    state:dict, # of the checkpoint; changed in place where an epoch is left out
     force:bool=False, # where the position does not fit these data, begin with the next epoch
 )->None:
     "Sets the position of the data."
@@ -825,7 +826,7 @@ def _load_weights(
     force:bool, # other parts may train than before
 )->None:
     "Reads model, optimizer and scaler."
-    merge = trainer.base.lora_note is None # a model with adapters goes on training them
+    merge = trainer.base.lora_note is None # into a model without adapters saved ones are merged
     _,weights = checkpoint_weights(checkpoint, trainer.base.config_class, merge)
     load_full_weights(trainer.base, weights)
     old_parts = training_parts(state['configs']['train'])
@@ -919,7 +920,7 @@ def resume(
         trainer.log.cut(0)
         trainer.best_val_loss = inf
         trainer.best_step = None
-    if trainer.best_step is None: trainer.best_sure = 0.
+    if trainer.best_step is None: trainer.best_sure = 0. # share of sure answers of the best, see `best_by`
     if same_ranks:
         restore_rng() # what was drawn since then does not count
     return trainer

@@ -77,7 +77,8 @@ def _digest(
     dist:Dist, # this rank among the others
 )->bytes: # 20 zeros on other ranks than 0
     "Returns on rank 0 the SHA-1 of all sample ids in their global order: micro-batch, then rank."
-    # all messages have one size: the zeros behind the ids of a rank split into empty parts
+    # all messages have one size, so zeros follow the ids of a rank: they split into empty parts, at
+    # least n of them for idle micro-batches
     messages = dist.to_master(b'\0'.join(ids), size+n)
     of_ranks = [message.split(b'\0')[:n] for message in messages]
     in_order = chain(*zip(*of_ranks)) # the first micro-batch of each rank, the second of each, ...
