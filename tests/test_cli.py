@@ -107,6 +107,7 @@ def test_a_preset_written_as_flags_is_the_preset(name):
         'train_dataset_weights',
         'custom_transforms',
         'columns',
+        'keep_columns',
         'vit_full_blocks',
         'lm_mrope_sections',
     }

@@ -151,6 +151,25 @@ def test_a_closed_terminal_leaves_a_checkpoint(tmp_path):
     assert 'stopped by a signal' in (run / 'train.log').read_text()
 
 
+def test_what_finds_no_reader_leaves_the_exit_code():
+    "Without the flush Python tries again at its end, and exits with 120."
+    code = (
+        'import sys; from nanovlm_nb.core.usage import flush_output; '
+        'print("told to nobody"); {}sys.exit(85)'
+    )
+    found = []
+    for flush in ('', 'flush_output(); '):
+        with open('/dev/full', 'w') as nowhere:
+            done = subprocess.run(
+                [sys.executable, '-c', code.format(flush)],
+                stdout=nowhere,
+                env=environment() | dict(PYTHONUNBUFFERED=''),
+                stderr=subprocess.DEVNULL,
+            )
+        found.append(done.returncode)
+    assert found == [120, 85]
+
+
 # A full disk
 
 

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['OTHER_WORDS', 'DEBUG', 'UsageError', 'require', 'MissingFile', 'Unreachable', 'user_path', 'nearest', 'check_known',
-           'printable', 'say', 'PrintableFormatter', 'aligned', 'Parser', 'near_path', 'check_hub_name',
+           'printable', 'say', 'flush_output', 'PrintableFormatter', 'aligned', 'Parser', 'near_path', 'check_hub_name',
            'check_new_folder', 'own_words', 'without_debug', 'one_line_errors', 'begin_training']
 
 # %% ../../nbs/00_core.usage.ipynb #e5b10003
@@ -148,6 +148,14 @@ def say(text:str='')->None:
     except BrokenPipeError: # Python would write the rest at its end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(141) from None # as from a shell
+
+def flush_output()->None:
+    "Writes what waits in the streams; what finds no reader any more is dropped, so that the exit code stays."
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError: # Python would try again at its end, and exit with 120
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 class PrintableFormatter(logging.Formatter):
     "Log lines that a terminal shows as they are."

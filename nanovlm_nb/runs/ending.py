@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..core.usage import UsageError
+from ..core.usage import UsageError,flush_output
 from ..core.run_dir import CONFIG,last_checkpoint,open_own,STATUS,write_atomic
 from ..core.config import REFUSED,resume_rule,TrainConfig,VLMConfig
 from ..core.settings import trust_flags
@@ -155,6 +155,7 @@ def set_status(
 # %% ../../nbs/65_runs.ending.ipynb #65bce8fd
 def exit_code(run_dir:Path)->int: # 0, or `INTERRUPTED`
     "Returns what the process of a run that has ended should end with."
+    flush_output() # the terminal may be gone
     status = (run_dir/STATUS).read_text(encoding='utf-8').strip()
     return INTERRUPTED if status=='interrupted' else 0
 
