@@ -110,8 +110,7 @@ def test_twenty_rows_by_heart(tmp_path, layout):
             [
                 r | dict(images=[open_image(p) for p in r['images']], kinds=['x'])
                 for r in rows
-            ],
-            False,
+            ]
         ),
     )
     assert [x.reply for x in said] == answers
