@@ -15,12 +15,10 @@ from typing import Any,Literal,TypedDict,TYPE_CHECKING
 import torch
 from typing_extensions import Unpack # torch needs it too; typing has it since Python 3.11
 
-from .core.usage import check_known
+from .core.usage import check_known,check_new_folder,require
 from .core.fields import Format,OWN_ROWS,Pos,as_type
-from .core.config import BACKBONE_RATES,FIELDS,VLMConfig,change
-from .core.config import preset as preset_of,TrainConfig
+from .core.config import BACKBONE_RATES,FIELDS,TrainConfig,VLMConfig,change,preset as preset_of
 from .core.dist import pick_device
-from .core.usage import check_new_folder,require
 from .data.images import image_processor_of
 from .data.files import load_configs,own_rows
 from .data.loader import get_dataloaders

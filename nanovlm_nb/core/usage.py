@@ -140,22 +140,26 @@ def printable(text:str)->str:
     return _UNSEEN.sub(code, text)
 
 # %% ../../nbs/00_core.usage.ipynb #794a10e2
+def _discard(stream)->None:
+    "Sends what is still written to a stream without a reader nowhere: Python would try again at its end."
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
 def say(text:str='')->None:
     "Writes a line of a command's output, at once; ends the command when its reader has gone."
     try:
         sys.stdout.write(printable(text)+'\n')
         sys.stdout.flush()
-    except BrokenPipeError: # Python would write the rest at its end
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:
+        _discard(sys.stdout)
         raise SystemExit(141) from None # as from a shell
 
 def flush_output()->None:
-    "Writes what waits in the streams; what finds no reader any more is dropped, so that the exit code stays."
+    "Writes what waits in the streams; what finds no reader is dropped, so that the exit code is not 120."
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except OSError: # Python would try again at its end, and exit with 120
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        except OSError:
+            _discard(stream)
 
 class PrintableFormatter(logging.Formatter):
     "Log lines that a terminal shows as they are."

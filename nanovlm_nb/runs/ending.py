@@ -154,7 +154,7 @@ def set_status(
 
 # %% ../../nbs/65_runs.ending.ipynb #65bce8fd
 def exit_code(run_dir:Path)->int: # 0, or `INTERRUPTED`
-    "Returns what the process of a run that has ended should end with."
+    "Writes the last words of a run that has ended, and returns what its process should end with."
     flush_output() # the terminal may be gone
     status = (run_dir/STATUS).read_text(encoding='utf-8').strip()
     return INTERRUPTED if status=='interrupted' else 0

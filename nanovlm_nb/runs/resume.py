@@ -12,9 +12,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 from ..core.usage import require
-from ..core.run_dir import abandoned_folder,ASIDE,BEST,check_run_dir,check_way,CLASSIFY,left_behind,LOG
-from ..core.run_dir import missing_pieces,own_parts_of,read_log,read_pointer,read_state,set_aside,WANDB_ID
-from ..core.run_dir import write_atomic,write_pointer
+from ..core.run_dir import abandoned_folder,ASIDE,BEST,check_run_dir,check_way,CLASSIFY
+from ..core.run_dir import left_behind,LOG,missing_pieces,own_parts_of,read_log
+from ..core.run_dir import read_pointer,read_state,set_aside,WANDB_ID,write_atomic
+from ..core.run_dir import write_pointer
 from ..core.config import CAREFUL,FINE,Length,REFUSED,resume_rule,TrainConfig,VLMConfig
 from ..training.schedule import get_schedule
 from ..training.optim import training_parts

@@ -11,9 +11,10 @@ from collections.abc import Iterator,Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from ..core.run_dir import file_sizes,BEST,CONFIG,LOG,STATUS,TEXT_LOG,abandoned,checkpoints,holder
-from ..core.run_dir import last_checkpoint,left_behind,missing_pieces,prune_older,read_log,read_pointer
-from ..core.run_dir import remove,why_kept,written,last_written,runs_in
+from ..core.run_dir import file_sizes,BEST,CONFIG,LOG,STATUS,TEXT_LOG,abandoned
+from ..core.run_dir import checkpoints,holder,last_checkpoint,left_behind,missing_pieces
+from ..core.run_dir import prune_older,read_log,read_pointer,remove,why_kept,written
+from ..core.run_dir import last_written,runs_in
 from ..core.plots import plot_curves
 from ..core.logs import describe
 from ..core.usage import MissingFile,aligned,require,say

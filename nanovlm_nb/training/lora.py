@@ -21,7 +21,8 @@ from torch import nn
 from ..core.config import TrainConfig,evolve
 from ..core.run_dir import MANIFEST,READ_BY_LOADERS,TMP,remove
 from ..core.usage import require
-from ..model.pretrained import base_digest,beside_adapters,beside_base,checkpoint_weights,find_tokenizer
+from ..model.pretrained import base_digest,beside_adapters,beside_base
+from ..model.pretrained import checkpoint_weights,find_tokenizer
 from ..model.pretrained import LORA_A,LORA_B,noted_base
 from ..model.files import HEAD,read_file,resolve_checkpoint,written_at_once
 from ..model.backbones import load_weights

@@ -35,12 +35,10 @@ from ..model.loss import Targets,sees_batch
 from ..model.vision import stack_tiles
 from ..model.pretrained import checkpoint_weights
 from ..data.packing import Batch
-from ..data.loader import merge_states
-from ..data.loader import Loader,as_loader
+from ..data.loader import Loader,as_loader,merge_states
 from .schedule import get_schedule
-from .optim import clip_gradients
 from .precision import amp_dtype,autocast,compile_blocks
-from .optim import set_lrs,training_parts
+from .optim import clip_gradients,set_lrs,training_parts
 from .update import Feed,Update
 from .shard import load_full_weights,read_rest,run_optimizer,shard_model
 from .checkpoint import HOOKS,Saver,check_checkpoint,load_optimizer
@@ -587,10 +585,11 @@ class Validate(Hook):
     def __init__(
         self,
         every:int, # updates; 0: only after the last
-        by:Callable|None=None, # a `Judge`; None: the validation loss says which is the best
+        by:Callable|None=None, # a `Judge` or a function; None: the validation loss says which is the best
     ):
         self.every = every
-        self.by = by
+        # a plain function is a judge without a name, whose lowest figure is the best
+        self.by = by if by is None or isinstance(by, Judge) else Judge(by, 'judged')
 
     def begin(self, trainer:Trainer)->None:
         "Raises a UsageError with the remedy if a new run ought to have rows to validate on, and has none."
@@ -609,7 +608,7 @@ class Validate(Hook):
     @property
     def name(self)->str: # in the log
         "Returns the figure that says which checkpoint is the best."
-        return getattr(self.by, 'name', 'judged') if self.by else 'val_loss'
+        return self.by.name if self.by else 'val_loss'
 
     def measure(self, trainer:Trainer)->Figures|None: # None: nothing to measure, or stopped
         "Returns the figures of a validation."
@@ -624,7 +623,7 @@ class Validate(Hook):
         name = self.name
         if self.by:
             figures[name] = trainer.dist.broadcast(self.by(trainer)) # one judgement for all ranks
-        sign = -1 if getattr(self.by, 'mode', 'min')=='max' else 1
+        sign = -1 if self.by and self.by.mode=='max' else 1
         sure = 0. if self.by else figures.get('val_sure', 0.)
         # the smaller pair is better: first the share of sure answers, in per cent, then the figure
         score = (-round(sure, 2),sign*figures[name])

@@ -32,7 +32,8 @@ from ..core.usage import MissingFile,UsageError,check_hub_name,require,say,user_
 from ..data.drops import Dropped
 from ..data.samples import Plan,VQADataset
 from ..data.shapes import SHAPES,draw_scene,held_out,make_scene
-from ..core.run_dir import CLASSIFY,LOG,TEXT_LOG,checkpoints,find_checkpoint,last_checkpoint,read_state,run_of
+from ..core.run_dir import CLASSIFY,LOG,TEXT_LOG,checkpoints,find_checkpoint
+from ..core.run_dir import last_checkpoint,read_state,run_of
 from ..core.fields import IGNORE,Config,Count,Keep,Pos,Text
 from ..core.config import CAREFUL,PRESETS,REFUSED
 from ..core.usage import check_known
