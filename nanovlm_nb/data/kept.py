@@ -22,7 +22,7 @@ from ..core.usage import MissingFile,UsageError,require
 from .drops import Dropped
 from .rows import FEATURES
 from .samples import to_row
-from .images import UnreadableImage,open_image
+from .images import ENCODED,UnreadableImage,open_image
 from .sources import MapSource
 from .loader import get_dataloaders
 
@@ -34,7 +34,7 @@ def _picture_bytes(
     if isinstance(picture, dict):
         data = picture.get('bytes')
         picture = picture['path'] if data is None else data
-    if isinstance(picture, (bytes, bytearray)):
+    if isinstance(picture, ENCODED):
         return bytes(picture)
     if isinstance(picture, (str, os.PathLike)) and Path(picture).is_file():
         return Path(picture).read_bytes()

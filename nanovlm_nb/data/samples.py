@@ -9,6 +9,7 @@ __all__ = ['to_row', 'Plan', 'VQADataset']
 import math,random
 from collections.abc import Sequence
 from dataclasses import dataclass,field
+from itertools import chain,islice
 from typing import Any
 
 import datasets, numpy as np, pyarrow as pa, torch
@@ -22,6 +23,42 @@ from .values import Folders
 from .drops import Dropped,Drops
 from .rows import keep_turns,LEFT_OUT,RATINGS,read_layout
 
+# %% ../../nbs/19_data.samples.ipynb #f0156042
+_COPIED = 2**15 # bytes; a smaller row is copied, which is faster than to find its places
+
+def _is_bytes(kind): return pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
+
+def _in_place(array):
+    "Values of arrow as Python's, bytes as views; a scalar of arrow would be a copy."
+    kind = array.type
+    if 'binary' not in str(kind): return array.to_pylist()
+    if array.null_count == len(array): return [None]*len(array)
+    if pa.types.is_struct(kind):
+        names = [field.name for field in kind]
+        fields = [_in_place(field) for field in array.flatten()]
+        values = [dict(zip(names, row)) for row in zip(*fields)]
+    elif pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        members = iter(_in_place(array.flatten()))
+        lengths = array.value_lengths().fill_null(0).to_pylist()
+        values = [[*islice(members, length)] for length in lengths]
+    elif _is_bytes(kind):
+        _,ends,data = array.buffers()
+        number = np.int64 if pa.types.is_large_binary(kind) else np.int32
+        first = array.offset
+        at = np.frombuffer(ends, number)[first:first+len(array)+1].tolist()
+        file = memoryview(data or b'').cast('B')
+        values = [file[a:b] for a,b in zip(at, at[1:])]
+    else: return array.to_pylist()
+    return [
+        value if valid else None for value,valid in zip(values, array.is_valid().to_pylist())
+    ]
+
+def _first_in_place(table):
+    "The first row of a table, its bytes as views."
+    values = (chain(*map(_in_place, column.chunks)) for column in table.columns)
+    return {name:next(each) for name,each in zip(table.column_names, values)}
+
+
 # %% ../../nbs/19_data.samples.ipynb #f0156043
 def to_row(
     row:pa.Table|dict, # of any layout
@@ -29,12 +66,14 @@ def to_row(
     name:str|None=None, # of its configuration
     marks:bool=False, # leave the marks of pictures as they are
     folders:Folders=None, # of pictures that it names, see `find_picture`
+    in_place:bool=False, # large pictures of a table stay in its memory, or in its file
 )->Any: # dictionary, or `Dropped`
     "A row with `id`, `images` (encoded) and `texts`; a `Dropped` if it cannot be read."
     id = f"{name or 'sample'}/{number}"
     try:
         if isinstance(row, pa.Table):
-            row = row.to_pylist()[0] # its pictures stay encoded
+            seen = in_place and row.nbytes > _COPIED
+            row = _first_in_place(row) if seen else row.to_pylist()[0]
         row_id = row.get('row_id')
         source = row.get('source')
         names = [str(name or source or 'sample')]

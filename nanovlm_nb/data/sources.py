@@ -186,7 +186,8 @@ class MapSource:
             part,number = self.table.place(self.split[self.start+order[place]])
             name = self.names[part]
             folders = self.folders.get(name)
-            yield position,to_row(self.parts[part][number], number, name, folders=folders)
+            row = to_row(self.parts[part][number], number, name, folders=folders, in_place=True)
+            yield position,row
 
     def describe(self)->dict: # JSON-able
         "What a saved position depends on."

@@ -20,6 +20,7 @@ import numpy as np
 from PIL import Image
 
 from ..core.usage import MissingFile,UsageError,nearest,require
+from .images import ENCODED
 
 # %% ../../nbs/16_data.values.ipynb #0800a007
 def first_of(x:dict, *keys:str)->Any: # None: it has none of them
@@ -90,7 +91,7 @@ def picture_evidence(value:Any, folders:Folders=None)->int: # 2: certainly, 1: p
     if isinstance(value, dict):
         parts = value.get('bytes'), value.get('path'), value.get('url')
         return max(picture_evidence(part, folders) for part in parts)
-    if isinstance(value, bytes):
+    if isinstance(value, ENCODED):
         return 2 if _HEADS.match(value) else 0
     if isinstance(value, Image.Image): return 2
     if isinstance(value, (list, tuple)) or getattr(value, 'dtype', None) == object:
@@ -132,7 +133,7 @@ def find_picture(
 )->Any:
     "A picture as `open_image` takes it; a `MissingFile` says what may be meant by the name."
     content = picture.get('bytes') if isinstance(picture, dict) else picture
-    if isinstance(content, bytes): return picture
+    if isinstance(content, ENCODED): return picture
     if isinstance(content, str) and is_base64(content):
         return content if content.startswith('data:') else b64decode(content)
     name = first_of(picture, 'path', 'url') if content is None else content
