@@ -250,11 +250,18 @@ def as_picture(picture): # PIL image, array (height, width, 3), path, bytes, dic
     return Image.fromarray(array)
 
 # %% ../../nbs/24_data.files.ipynb #17c00001
+def _number(value):
+    "A number, or several, that a text spells out, as CSV has them; any other value as it is."
+    if isinstance(value, str):
+        with suppress(ValueError): return json.loads(value)
+    return value
+
 def read_object(
     row:dict, # of any layout
     columns:Sequence[str]=(), # see `rename`
     folders:Folders=None, # of the pictures that it names; None: it brings them, see `as_picture`
     unread:set[str]|None=None, # gets the columns that nothing reads
+    keep:Sequence[str]=(), # columns that stay as they are
 )->dict:
     "A row in our columns; a ValueError says why it cannot be used."
     require(isinstance(row, dict), f'it is {row!r:.60}: {GIVE}')
@@ -262,11 +269,12 @@ def read_object(
         None not in row,
         'it has more fields than the header: put quotes around a text with commas'
     )
+    kept = {name:_number(row[name]) for name in keep if name in row}
     row = rename(row, columns)
     pictures,texts = read_layout(row, folders, bool(columns), unread)
     images = [as_picture(picture) for picture in pictures] if folders is None else pictures
     ours = {name:row[name] for name in (*FEATURES, 'kinds') if name in row}
-    return ours|dict(images=images, texts=texts)
+    return kept|ours|dict(images=images, texts=texts)
 
 # %% ../../nbs/24_data.files.ipynb #7b3d1c02
 def _cache_file(file, kind):
@@ -382,9 +390,9 @@ def text_files(path:str|Path)->list[Path]: # a file, a folder, or a name on the 
     return [path] if path.is_dir() and _pairs(path) else []
 
 # %% ../../nbs/24_data.files.ipynb #17c00002
-def _row_of(make, columns, folders, unread):
+def _row_of(make, columns, folders, unread, keep):
     "A row in our columns, or with the error that says why it cannot be used."
-    try: return read_object(make(), columns, folders, unread)
+    try: return read_object(make(), columns, folders, unread, keep)
     except ValueError as e: return {LEFT_OUT: e}
     except (TypeError, AttributeError, RecursionError) as e:
         return {LEFT_OUT: UsageError(f'{type(e).__name__}: {e}')}
@@ -403,6 +411,7 @@ class _Lines(Sequence):
     columns:Sequence[str] # see `rename`
     folders:Folders # of the pictures
     places:pa.Table # see `_places`; of all rows, or of some
+    keep:Sequence[str] = () # columns that stay as they are
     unread:set[str]|None = None # gets the columns that nothing reads
 
     def __len__(self): return len(self.places)
@@ -410,7 +419,8 @@ class _Lines(Sequence):
     def __getitem__(self, i:Any)->Any:
         place = _table_row(self.places, i)
         known = dict(source=self.source, row_id=str(place['number']))
-        return _row_of(partial(self.parsed, place), self.columns, self.folders, self.unread)|known
+        make = partial(self.parsed, place)
+        return _row_of(make, self.columns, self.folders, self.unread, self.keep)|known
 
     def parsed(self, place:dict)->Any: # a row of `places`
         "The row that stands there, in columns of its own."
@@ -444,8 +454,9 @@ def _unread_in_first(rows, nothing):
     kind = UnusedColumn if isinstance(first_error, UnusedColumn) else UsageError
     raise kind(f'{nothing} can be used: {drops.blame or "it is empty"}')
 
-def _log_unread(where, unread):
+def _log_unread(where, unread, keep):
     "Name once what nothing reads."
+    unread = unread-{*keep}
     if unread:
         logger.info('%s: not read: %s', where, ', '.join(sorted(unread)))
 
@@ -456,6 +467,7 @@ def text_rows(
     path:str|Path, # of a file or a folder
     images_path:str|Path|None=None, # folder of the pictures; None: beside the files
     columns:Sequence[str]=(), # see `rename`
+    keep:Sequence[str]=(), # columns that stay as they are
 )->Parts: # of dictionaries
     "Rows of files that name their pictures: `source` is the file, `row_id` the number of the line."
     files = text_files(path)
@@ -467,14 +479,14 @@ def text_rows(
     for file in files:
         folders = [file.parent/'images', file.parent] if images_path is None else [images_path]
         source = file.name if file.is_dir() else file.name[:file.name.lower().rindex(ending(file))]
-        whole.append(_Lines(file, source, columns, [*map(str, folders)], _places(file)))
+        whole.append(_Lines(file, source, columns, [*map(str, folders)], _places(file), keep))
     rows_a_part = max(1, -(-sum(map(len, whole))//_SHARES))
     parts = []
     for lines in whole:
         for start in range(0, len(lines), rows_a_part):
             parts.append(replace(lines, places=lines.places.slice(start, rows_a_part)))
     rows = Parts(parts)
-    _log_unread(path, _unread_in_first(rows, f'no line of {path}'))
+    _log_unread(path, _unread_in_first(rows, f'no line of {path}'), keep)
     return rows
 
 def _log_aside(folder, files):
@@ -745,6 +757,7 @@ class _Tar(Sequence):
     path:str
     columns:Sequence[str] # see `rename`
     folders:Folders # of pictures that they name
+    keep:Sequence[str] = () # columns that stay as they are
     unread:set[str]|None = None # gets the columns that nothing reads
 
     def opened(self)->tuple[IO[bytes],pa.Table]:
@@ -762,7 +775,8 @@ class _Tar(Sequence):
             partial(self.parsed, file, _table_row(places, i)),
             self.columns,
             self.folders,
-            self.unread
+            self.unread,
+            self.keep
         )
 
     def parsed(self, file:IO[bytes], place:dict)->dict: # a row of `_sample_places`
@@ -774,7 +788,7 @@ class _Tar(Sequence):
         return _sample(parts)
 
 # %% ../../nbs/24_data.files.ipynb #17c0a008
-def _tar_rows(path, streaming, columns, folders):
+def _tar_rows(path, streaming, columns, folders, keep):
     "The rows of tars; a damaged one is an error for a table, and named by a stream."
     files = [*map(str, tar_files(path))]
     packed = [file for file in files if not file.endswith('.tar')]
@@ -785,11 +799,11 @@ def _tar_rows(path, streaming, columns, folders):
             packed[0],
             datasets.config.HF_DATASETS_CACHE
         )
-    rows = Parts([_Tar(file, columns, folders) for file in files])
+    rows = Parts([_Tar(file, columns, folders, keep) for file in files])
     if not streaming:
         for tar in rows.parts:
             require(not tar.damage, f'{tar.path}: {tar.damage}')
-    _log_unread(path, _unread_in_first(rows, f'no sample of {path}'))
+    _log_unread(path, _unread_in_first(rows, f'no sample of {path}'), keep)
     return rows
 
 # %% ../../nbs/24_data.files.ipynb #8df75409
@@ -827,6 +841,7 @@ def conform(
     where:str='the rows', # for messages
     columns:Sequence[str]=(), # see `rename`
     folders:Folders=None, # of the pictures that are named
+    keep:Sequence[str]=(), # columns that stay as they are
 )->Any: # table or stream
     "The rows without what nothing reads; an error if there is no conversation, or if one would be lost."
     whole = isinstance(ds, datasets.Dataset)
@@ -843,8 +858,8 @@ def conform(
     require(named or answered,
         f'{where} has no conversation and no answer: the columns are {", ".join(ds.column_names)}; '
                   f'{GIVE}. Pictures with a class are for `nanovlm classify`')
-    _log_unread(where, unread)
-    known:set[str] = set() # a later row may fill another column of a known name
+    _log_unread(where, unread, keep)
+    known = {*keep} # a later row may fill another column of a known name
     for kind in ('images', 'texts', 'question', 'answer'):
         known.update(*by_name[kind])
     left_out = {'id', 'kinds', *unread}-known
@@ -899,6 +914,7 @@ def load_config(
     as_stored:bool=False, # keep all columns, under their names
     columns:Sequence[str]=(), # see `text_rows`
     images_path:str|Path|None=None, # see `text_rows`
+    keep:Sequence[str]=(), # see `text_rows`
 )->datasets.Dataset|datasets.IterableDataset|Parts: # its rows
     "Load one configuration and check its columns."
     folder = config_folder(path, name)
@@ -910,9 +926,9 @@ def load_config(
             str(folder.resolve()), split, cache_dir, streaming, name=name
         )
     elif text_files(folder):
-        return text_rows(folder, images_path, columns)
+        return text_rows(folder, images_path, columns, keep)
     elif tar_files(folder):
-        return _tar_rows(folder, streaming, columns, pictures)
+        return _tar_rows(folder, streaming, columns, pictures, keep)
     elif _is_saved(folder):
         ds = _saved_rows(folder, split, streaming)
     elif folder.exists():
@@ -921,7 +937,7 @@ def load_config(
         ds = _load_dataset(str(path), split, cache_dir, streaming, name=name)
     if as_stored: return ds
     source = folder.stem if folder.is_file() else name
-    return conform(ds, source, f'{path} ({name})', columns, pictures)
+    return conform(ds, source, f'{path} ({name})', columns, pictures, keep)
 
 # %% ../../nbs/24_data.files.ipynb #18fe4b91
 def unread_columns( # see `load_config`
@@ -1000,11 +1016,11 @@ def _own_row(row, i, columns, keep):
     if isinstance(row, (tuple, list)) and len(row) == 3:
         row = dict(zip(('image', 'question', 'answer'), row))
     try:
-        ours = read_object(row, columns)
+        ours = read_object(row, columns, keep=keep)
         require(ours['texts'], f'it has no turns: {GIVE}')
     except ValueError as e:
         raise UsageError(f'row {i}: {e}') from None
-    return dict(row_id=i)|{name:row[name] for name in keep if name in row}|ours
+    return dict(row_id=i)|ours
 
 # %% ../../nbs/24_data.files.ipynb #29d70013
 def _plain(x):

@@ -350,7 +350,8 @@ def _training_source(cfg):
         cfg.train_dataset_name,
         streaming=stream,
         columns=cfg.columns,
-        images_path=cfg.images_path
+        images_path=cfg.images_path,
+        keep=cfg.keep_columns
     )
     kind = StreamSource if stream else MapSource
     folders = {}
@@ -385,7 +386,7 @@ def load_sources(
         f'train_dataset_path is {OWN_ROWS}, the '
         'rows that a run was given in Python: give the file in its directory, RUN/rows.parquet')
     if isinstance(rows, datasets.Dataset):
-        rows = conform(rows, 'own', columns=cfg.columns)
+        rows = conform(rows, 'own', columns=cfg.columns, keep=cfg.keep_columns)
     if rows is None:
         train = _training_source(cfg)
     elif hasattr(rows, 'rows_of'):

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.usage import require
+from ..core.usage import UsageError,require
 
 # %% auto #0
 __all__ = ['ChunkedCrossEntropy', 'cross_entropy', 'Targets', 'sees_batch']
@@ -143,7 +143,12 @@ class Targets:
                     'keep_columns names it, give it to every row, held-out ones too'
                 )
             column = [numbers[name] for numbers in rows]
-            columns[name] = torch.tensor(column, device=sample.device)
+            try: columns[name] = torch.tensor(column, device=sample.device)
+            except (TypeError, ValueError) as e:
+                raise UsageError(
+                    f'column {name} of {ids[0]} is {column[0]!r:.60} and of {ids[-1]} '
+                    f'{column[-1]!r:.60}: keep_columns is for numbers, as many in every row'
+                ) from e
         return cls(sample, ids, columns, inputs)
 
 def sees_batch(loss:Callable)->bool:
