@@ -43,7 +43,7 @@ def table(file, seed):
     return Weighed(file)
 
 if __name__ == '__main__':
-    name, packs, micro_batches, how = sys.argv[1:]
+    name, packs, micro_batches, how, sharding = sys.argv[1:]
     train(
         dict(easy=table('easy.db', 1), hard=table('hard.db', 2)),
         weights=lambda n: (1.01 - min(n / 100, 1), .01 + min(n / 100, 1)),
@@ -52,6 +52,7 @@ if __name__ == '__main__':
         quiet=True, run_name=name, resume=how == 'resume', max_training_steps=6, eval_interval=2,
         save_interval=2, max_keep_ckpts=-1, ask_samples=0, batch_size=int(packs),
         gradient_accumulation_steps=int(micro_batches), dtype='float32', async_save=False,
+        sharding=sharding,
         lm_tie_weights=False, vit_hidden_dim=32, vit_n_heads=2, lm_hidden_dim=32, lm_inter_dim=64, lm_n_heads=2,
         lm_n_kv_heads=1, lm_n_blocks=1, lm_max_length=256, max_sample_length=256)
 """
@@ -63,16 +64,26 @@ def start(tmp_path_factory):
     cwd = tmp_path_factory.mktemp('front')
     (cwd / 'mine.py').write_text('\n\n'.join([*own_cells(), SCRIPT]))
 
-    def begin(name, packs=4, micro_batches=1, how='new', ranks=1):
+    def begin(name, packs=4, micro_batches=1, how='new', ranks=1, sharding='ddp'):
         several = (
             f'-m torch.distributed.run --standalone --nproc_per_node {ranks}'.split()
         )
         launch = several if ranks > 1 else []
-        words = [sys.executable, *launch, 'mine.py', name, packs, micro_batches, how]
+        words = [
+            sys.executable,
+            *launch,
+            'mine.py',
+            name,
+            packs,
+            micro_batches,
+            how,
+            sharding,
+        ]
         done = subprocess.run(
             [*map(str, words)], cwd=cwd, capture_output=True, text=True
         )
-        assert done.returncode == (-signal.SIGKILL if how == 'kill' else 0), done.stderr
+        killed = 1 if ranks > 1 else -signal.SIGKILL  # torchrun's own exit code is 1
+        assert done.returncode == (killed if how == 'kill' else 0), done.stderr
         return cwd / 'checkpoints' / name
 
     return begin
@@ -90,12 +101,24 @@ def test_killed_and_resumed_it_is_the_same_run(start, whole):
     assert len([r for r in whole[0] if 'batch_loss' in r]) == 6
 
 
-@pytest.mark.parametrize('packs, micro_batches, ranks', [(2, 2, 1), (1, 2, 2)])
+def test_sharded_it_is_resumed_too(start):
+    "Each rank gets its pieces of the weights that train and of their average."
+    how = dict(packs=1, micro_batches=2, ranks=2, sharding='zero3')
+    whole = record(start('whole_zero3', **how))
+    start('killed_zero3', how='kill', **how)
+    assert record(start('killed_zero3', how='resume', **how)) == whole
+
+
+@pytest.mark.parametrize(
+    'packs, micro_batches, ranks, sharding',
+    [(2, 2, 1, 'ddp'), (1, 2, 2, 'ddp'), (2, 1, 2, 'zero2'), (1, 2, 2, 'zero3')],
+)
 def test_it_does_not_matter_how_an_update_is_split(
-    start, whole, packs, micro_batches, ranks
+    start, whole, packs, micro_batches, ranks, sharding
 ):
     "Losses and norms agree to rounding, and the samples are the same."
-    split = record(start(f'split_{packs}', packs, micro_batches, ranks=ranks))
+    name = f'split_{packs}_{micro_batches}_{sharding}'
+    split = record(start(name, packs, micro_batches, ranks=ranks, sharding=sharding))
     pairs = [
         (a, b) for a, b in zip(whole[0], split[0], strict=True) if 'batch_loss' in a
     ]

@@ -20,8 +20,8 @@ from ..core.fields import OWN_ROWS
 from ..core.config import evolve,get_run_name,loader_workers,set_env,TrainConfig
 from ..core.config import VLMConfig
 from ..core.settings import run_path,save_yaml
-from ..core.dist import cores_of_rank,destroy_dist,Dist,init_dist,on_master,set_seed
-from ..core.dist import set_threads
+from ..core.dist import cores_of_rank,destroy_dist,Dist,init_dist,is_sharded,on_master
+from ..core.dist import set_seed,set_threads
 from ..core.logs import RunLog
 from ..data.images import image_processor_of
 from ..data.samples import VQADataset
@@ -275,7 +275,13 @@ def build_trainer(
         own('optimizer')
     )
     decoder = trainer.base.decoder
-    if checkpoint is None and type(decoder) is not LanguageModel:
+    is_own = type(decoder) is not LanguageModel
+    if is_own and is_sharded(trainer.base): # no rank has all of its weights
+        log.info(
+            f'the decoder {type(decoder).__name__} is not checked when it is sharded: '
+            'check_decoder(model.decoder, cfg) does it before'
+        )
+    elif is_own and checkpoint is None:
         check_decoder(decoder, trainer.base.cfg)
     if dist.rank: # from here on each rank draws its own dropout
         set_seed((train_cfg.seed+dist.rank)%2**32)

@@ -8,8 +8,10 @@ __all__ = ['ema_rate', 'EMA']
 # %% ../../nbs/54_training.ema.ipynb #e3a00004
 import torch
 from torch import Tensor
+from torch.distributed.tensor import distribute_tensor,DTensor
 
 from ..core.usage import require
+from .shard import reshard
 from .trainer import Figures,Hook,Trainer
 
 # %% ../../nbs/54_training.ema.ipynb #e3a00008
@@ -21,6 +23,17 @@ def ema_rate(
     return min(rate, (1+step)/(10+step))
 
 # %% ../../nbs/54_training.ema.ipynb #e3a000c1
+def _placed_as(parameter, weight):
+    "A weight on the device of a parameter, and cut into pieces if that is."
+    if isinstance(parameter, DTensor) and not isinstance(weight, DTensor):
+        weight = distribute_tensor(
+            weight,
+            parameter.device_mesh,
+            parameter.placements,
+            src_data_rank=None, # each rank has read it
+        )
+    return weight.to(parameter.device)
+
 class EMA(Hook):
     """The average of the weights in place of the weights themselves, except while an update is made.
     Checkpoints hold the average, so `load` and all commands open it."""
@@ -34,13 +47,9 @@ class EMA(Hook):
 
     def begin(self, trainer:Trainer)->None:
         "Begins with the weights as they are, or as a checkpoint has them."
-        require(
-            trainer.cfg.sharding=='ddp',
-            f'EMA with sharding {trainer.cfg.sharding}: set it to ddp, '
-            'ranks must have whole weights'
-        )
+        self.model = reshard(trainer.base) # of a sharded model a rank averages its pieces
         self.weights = {
-            name:p for name,p in trainer.base.named_parameters() if p.requires_grad
+            name:p for name,p in self.model.named_parameters() if p.requires_grad
         }
         if not self.other:
             self.other = {name:p.detach().clone() for name,p in self.weights.items()}
@@ -49,13 +58,14 @@ class EMA(Hook):
             'EMA: other weights train than before'
         )
         self.other = {
-            name:weight.to(self.weights[name].device)
+            name:_placed_as(self.weights[name], weight)
             for name,weight in self.other.items()
         }
 
     @torch.no_grad()
     def swap(self)->None:
         "Exchanges the two sets of weights."
+        reshard(self.model) # what was gathered is out of date
         for name,weight in self.weights.items():
             values = weight.detach().clone()
             weight.copy_(self.other[name])
