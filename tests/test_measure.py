@@ -2,9 +2,11 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from nanovlm_nb.core.config import evolve, preset
 
@@ -48,7 +50,13 @@ def test_phases_measure_and_are_written_down(rehearsed, m):
         and qwen['adapters']['planned_gib'] <= qwen['all']['planned_gib']
         and qwen['change_of_other_samples'] == 0
     )
-    assert set(arms['micro_batch']) == {m.LIKE_NANOVLM, 'dense mask', 'varlen'}
+    assert set(arms['micro_batch']) == {
+        m.LIKE_NANOVLM,
+        'dense mask',
+        'varlen',
+        'joined products',
+        'bfloat16 between blocks',
+    }
     for arm in arms['micro_batch'].values():
         assert 0 < arm['lowest'] <= arm['ms'] <= arm['highest'] and arm['n'] == 2
 
@@ -96,3 +104,56 @@ def test_all_phases_with_all_arms(m, tmp_path):
     ]
     assert not [w for w in found['phase_7_trainer']['workers'].values() if 'error' in w]
     assert found['phase_8_determinism']['equal']
+
+
+@pytest.mark.parametrize('name, most', [('flex', 1e-5), ('joined products', 1e-5)])
+def test_a_change_of_the_model_keeps_its_scores(m, name, most):
+    "Also where a row holds several documents; gradients too, where a CPU has them."
+    b = m.Bench(tiny=True)
+    b.run = evolve(b.run, dtype='float32')
+    plain = b.trainer({})
+    weights = plain.base.state_dict(keep_vars=True)
+    changed = b.trainer({}, weights=weights, changes=m.CHANGES[name])
+    batch = b.batch(plain)
+    assert max(map(len, batch['doc_lens'])) > 1
+    with torch.no_grad():
+        a, c = (
+            t.base(
+                batch['input_ids'],
+                batch['images'],
+                layout=replace(batch['layout']),
+                return_logits=True,
+            )[0]
+            for t in (plain, changed)
+        )
+    real = batch['layout'].documents > 0
+    assert (a - c)[real].abs().max() < most and a[real].std() > 0.01
+    if name == 'flex':
+        return
+    found = []
+    for t in (plain, changed):
+        plain.optimizer.zero_grad(set_to_none=True)
+        m.accumulate(t, m.gather_update([batch], t.dist))
+        found.append([p.grad.clone() for p in plain.base.parameters()])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+def test_vectors_in_bfloat16_change_a_loss_little(m):
+    "The loss of a batch, against float32 between the blocks: within the rounding of bfloat16."
+    b = m.Bench(tiny=True)
+    plain = b.trainer({})
+    weights = plain.base.state_dict(keep_vars=True)
+    changed = b.trainer(
+        {}, weights=weights, changes=m.CHANGES['bfloat16 between blocks']
+    )
+    seen = []
+    for t in (plain, changed):
+        t.base.decoder.blocks[0].register_forward_pre_hook(
+            lambda block, args: seen.append(args[0].dtype)
+        )
+        update = m.gather_update([b.batch(t)], t.dist)
+        seen.append(float(m.train_step(t, update)['batch_loss']))
+    types, losses = seen[::2], seen[1::2]
+    assert types == [torch.float32, torch.bfloat16]
+    assert losses[0] == pytest.approx(losses[1], rel=2**-8)

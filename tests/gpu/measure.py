@@ -39,6 +39,7 @@ from nanovlm_nb.training.update import tally, gather_update
 from nanovlm_nb.model.vlm import VisionLanguageModel
 from nanovlm_nb.tools.plan import example_batch, memory
 from nanovlm_nb.training.lora import adapt
+from arms import CHANGES
 from predict import ARMS, LIKE_NANOVLM, WORKERS, nanovlm_loss, read_page, shown
 
 HERE = Path(__file__).resolve().parent
@@ -111,13 +112,15 @@ class Bench:
             for c, names in zip((self.model, self.run), known)
         ]
 
-    def trainer(self, how: dict, compiled=False, weights=None) -> Trainer:
+    def trainer(self, how: dict, compiled=False, weights=None, changes=()) -> Trainer:
         model, run = self.configs(how)
         torch.manual_seed(0)
         with self.device:
             net = VisionLanguageModel(model, load_backbone=False).train()
         if weights is not None:
             net.load_state_dict(weights, assign=True)
+        for change in changes:
+            change(net)
         trainer = make_trainer(net, run, [], [], dist=Dist(device=self.device))
         if compiled:
             compile_blocks(trainer.base, **({} if self.cuda else dict(backend='eager')))
@@ -340,10 +343,14 @@ def make_arms(b) -> dict:
     weights = first.base.state_dict(keep_vars=True)
     arms = {}
     arms[LIKE_NANOVLM] = (naive_step(b, first, b.batch(first)), first, b.batch(first))
-    for name, (how, compiled) in ARMS.items():
+    wanted = [(name, how, compiled, ()) for name, (how, compiled) in ARMS.items()]
+    for name, changes in CHANGES.items():
+        if b.cuda or 'flex' not in [f.__name__.removeprefix('use_') for f in changes]:
+            wanted.append((name, {}, b.cuda, changes))
+    for name, how, compiled, changes in wanted:
         if b.configs(how) is None:
             continue
-        t = b.trainer(how, compiled, weights)
+        t = b.trainer(how, compiled, weights, changes)
         batch = b.batch(t)
         update = gather_update([batch], t.dist)
         arms[name] = (
