@@ -455,10 +455,19 @@ def _check_cache(decoder, x):
     require(gap<1e-3, f'the decoder {type(decoder).__name__} reads with a cache what it does not read '
         f'without: states differ by {gap:.1%}. Look at cache.advance, cache.key_mask and padding on the left')
 
-def check_decoder(decoder:nn.Module, cfg:VLMConfig)->None: # in any mode, which stays
+def check_decoder(
+    decoder:nn.Module, # in any mode, which stays
+    cfg:VLMConfig,
+    whole:bool=True, # False: its weights are in pieces, only names are looked at
+)->None:
     "Raises a UsageError where a decoder does not do what the library relies on."
     missing = [name for name in ('token_embedding','head','blocks','recompute') if not hasattr(decoder, name)]
     require(not missing, f'the decoder {type(decoder).__name__} has no {" and no ".join(missing)}')
+    pair = {'head.weight','token_embedding.weight'} <= decoder.state_dict().keys()
+    require(pair or not cfg.lm_tie_weights,
+        f'lm_tie_weights is True, but the decoder {type(decoder).__name__} has no tensors of its own under both names, '
+        'head.weight and token_embedding.weight: set it to False; what you tie yourself stays tied')
+    if not whole: return
     modes = [module.training for module in decoder.modules()]
     decoder.eval()
     ids = torch.arange(12)*7%min(cfg.lm_vocab_size, 97)

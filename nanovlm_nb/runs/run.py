@@ -275,14 +275,8 @@ def build_trainer(
         own('optimizer')
     )
     decoder = trainer.base.decoder
-    is_own = type(decoder) is not LanguageModel
-    if is_own and is_sharded(trainer.base): # no rank has all of its weights
-        log.info(
-            f'the decoder {type(decoder).__name__} is not checked when it is sharded: '
-            'check_decoder(model.decoder, cfg) does it before'
-        )
-    elif is_own and checkpoint is None:
-        check_decoder(decoder, trainer.base.cfg)
+    if checkpoint is None and type(decoder) is not LanguageModel:
+        check_decoder(decoder, trainer.base.cfg, not is_sharded(trainer.base))
     if dist.rank: # from here on each rank draws its own dropout
         set_seed((train_cfg.seed+dist.rank)%2**32)
     return trainer

@@ -48,19 +48,19 @@ class EMA(Hook):
     def begin(self, trainer:Trainer)->None:
         "Begins with the weights as they are, or as a checkpoint has them."
         self.model = reshard(trainer.base) # of a sharded model a rank averages its pieces
-        self.weights = {
-            name:p for name,p in self.model.named_parameters() if p.requires_grad
-        }
-        if not self.other:
-            self.other = {name:p.detach().clone() for name,p in self.weights.items()}
-        require(
-            self.other.keys()==self.weights.keys(),
-            'EMA: other weights train than before'
-        )
-        self.other = {
-            name:_placed_as(self.weights[name], weight)
-            for name,weight in self.other.items()
-        }
+        self.weights:dict[str,Tensor] = {} # parameters of the model
+        self._take_in()
+        unknown = ', '.join(self.other.keys()-self.weights.keys())
+        require(not unknown, f'EMA: the checkpoint has an average of {unknown}, which the model lacks')
+
+    def _take_in(self):
+        "Adds weights that train by now, as when a hook has thawed them, and those of a checkpoint."
+        for name,p in self.model.named_parameters():
+            begun = name in self.other
+            if name in self.weights or not (p.requires_grad or begun): continue
+            self.weights[name] = p
+            average = self.other[name] if begun else p.detach().clone()
+            self.other[name] = _placed_as(p, average)
 
     @torch.no_grad()
     def swap(self)->None:
@@ -74,6 +74,7 @@ class EMA(Hook):
 
     def before_update(self, trainer:Trainer)->None:
         "Puts the weights that train back into the model."
+        self._take_in()
         if self.averaged: self.swap()
 
     @torch.no_grad()
