@@ -1013,6 +1013,7 @@ def load_configs(
 # %% ../../nbs/24_data.files.ipynb #29d70011
 def _own_row(row, i, columns, keep):
     "One row in FineVision's schema; a ValueError names it and says what is wrong with it."
+    if isinstance(row, pa.Table): row = row.to_pylist()[0] # its pictures stay encoded
     if isinstance(row, (tuple, list)) and len(row) == 3:
         row = dict(zip(('image', 'question', 'answer'), row))
     try:
@@ -1022,6 +1023,24 @@ def _own_row(row, i, columns, keep):
         raise UsageError(f'row {i}: {e}') from None
     return dict(row_id=i)|ours
 
+@dataclass
+class _Indexed(Sequence):
+    "Rows that an object gives by number, each read when it is due."
+    rows:Any # with a length and an index
+    columns:Sequence[str] # see `rename`
+    keep:Sequence[str] # columns that stay as they are
+
+    def __post_init__(self):
+        if len(self): _own_row(self.rows[0], 0, self.columns, self.keep) # or its error
+
+    def __len__(self): return len(self.rows)
+
+    def __getitem__(self, i:Any)->Any:
+        if not 0 <= i < len(self):
+            raise IndexError(f'row {i} of {len(self)}')
+        try: return _own_row(self.rows[i], i, self.columns, self.keep)
+        except UsageError as e: return {LEFT_OUT: e}
+
 # %% ../../nbs/24_data.files.ipynb #29d70013
 def _plain(x):
     "A value of a DataFrame: its NaN is none, its lists of numbers are lists."
@@ -1029,22 +1048,31 @@ def _plain(x):
     return x.tolist() if isinstance(x, np.ndarray) and x.ndim == 1 else x
 
 def own_rows(
-    rows, # list, generator, DataFrame or data set of dictionaries or (picture, question, answer)
+    rows, # list, generator, DataFrame, or what gives a row by its number; see below
     columns:Sequence[str]=(), # such as `image=photo`, see `rename`
     keep:Sequence[str]=(), # columns that stay besides
-)->list[dict]|datasets.Dataset:
-    "Rows of your own in FineVision's schema; a ValueError names the first that is wrong."
-    if isinstance(rows, datasets.Dataset):
+)->list[dict]|datasets.Dataset|Sequence:
+    """Rows of your own in FineVision's schema; a ValueError names the first that is wrong.
+
+    A row is a dictionary, or (picture, question, answer). Data sets, of `datasets` or of torch, are read row by
+    row when one is due, and a wrong row is then left out and counted; all else is read at once, into memory."""
+    if isinstance(rows, datasets.Dataset) and rows.format['type'] != 'custom':
         if {'images', 'texts'} <= {*rows.column_names}: return rows
-        rows = rows.to_list() # pictures as bytes
+        rows = rows.with_format('arrow') # no picture is decoded
     elif hasattr(rows, 'iterrows'): # a DataFrame
         records = rows.to_dict('records')
         rows = [
             {name:_plain(value) for name,value in record.items()} for record in records
         ]
+    indexed = hasattr(rows, '__getitem__') and hasattr(rows, '__len__')
+    plain = isinstance(rows, (str, bytes, dict))
+    if indexed and not plain and not isinstance(rows, (list, tuple)):
+        require(len(rows), 'there are no rows: give one or more')
+        return _Indexed(rows, columns, keep)
     require(
-        isinstance(rows, Iterable) and not isinstance(rows, (str, bytes, dict)),
-        f'rows are a {type(rows).__name__}: give a list, a generator or a table'
+        isinstance(rows, Iterable) and not plain,
+        f'rows are a {type(rows).__name__}: give a list, a generator, a table (of a DatasetDict '
+        "one, as rows['train']), or an object with a length and an index"
     )
     ours = [_own_row(row, i, columns, keep) for i,row in enumerate(rows)]
     require(ours, 'there are no rows: give one or more')
