@@ -166,7 +166,8 @@ class PackLoader(Loader):
             for lane in self.lanes: lane.packs_per_read = PACKS_PER_READ
         self.set_epoch(0)
 
-    def __iter__(self)->Iterator[Batch]: # the rest of the epoch
+    def __iter__(self)->Iterator[Batch]: # the rest of the epoch; the next one, when it was read to its end
+        if self.over: self.set_epoch(self.epoch+1)
         packs = (p for p in pack_workers(self) if p is not None)
         while True:
             try: turn = [next(packs) for _ in self.lanes]
@@ -187,7 +188,9 @@ class PackLoader(Loader):
                 ]
                 for args in p['drops']: self.drops.add(Dropped(*args))
                 self.drops.cut.update(p['cut'])
-            if all(p['done'] for p in turn): return
+            if all(p['done'] for p in turn):
+                self.over = True
+                return
             for i in range(0, len(turn), self.batch_size):
                 if i+self.batch_size==len(turn):
                     self.states = [LaneState(*p['state']) for p in turn]
@@ -196,6 +199,7 @@ class PackLoader(Loader):
     def set_epoch(self, epoch:int)->None: # from 0
         "Go to the beginning of an epoch."
         self.epoch = epoch
+        self.over = False # whether it was read to its end
         self.states = [LaneState(epoch)]*len(self.lanes)
 
     def keep(self, packs:int)->None: # of all ranks, of each epoch from now on
@@ -252,6 +256,7 @@ class PackLoader(Loader):
         for lane in self.lanes: lane.rules = self.rules
         _check_state(state, self.state_dict())
         self.epoch = state['epoch']
+        self.over = False
         self.states = [
             LaneState(*state['states'][str(lane.number)]) for lane in self.lanes
         ]
