@@ -81,7 +81,7 @@ def neutralise(
     "Break every special token that a text spells out; it looks the same."
     pattern = tokenizer if isinstance(tokenizer, re.Pattern) else special_pattern(tokenizer)
     private = map(chr, range(0xe000, 0xf8ff)) # characters that have no meaning
-    def unused(preferred): # by any special token: what is broken stays so
+    def unused(preferred): # a character of no special token, so that breaking never makes a new one
         return next(c for c in chain(preferred, private) if c not in pattern.pattern)
     invisible = unused('\u200b\u2060\ufeff')
     instead = unused('\ufffd?_')
@@ -94,6 +94,8 @@ def neutralise(
     return text
 
 # %% ../../nbs/15_data.prompts.ipynb #a1b0c001
+#| code-summary: "number_marks"
+#| code-fold: true
 MARK = '<image>' # where a picture belongs in a question
 # of MiniGPT-4, DeepSeek-VL, LMDeploy, Qwen-VL, Llama, Gemma and Pixtral
 _OTHERS = (
@@ -149,6 +151,8 @@ def number_marks(
     return numbered, spare
 
 # %% ../../nbs/15_data.prompts.ipynb #a1b0c005
+#| code-summary: "place_pictures"
+#| code-fold: true
 _ABOVE = re.compile(r'((?:\s*<image: \d+>)*)(\s*)') # marks, and what is between them and the text
 _BELOW = re.compile(r'(?<!\s)(\s*)((?:<image: \d+>\s*)+)\Z|\Z')
 
@@ -224,6 +228,8 @@ def to_messages(
     return messages
 
 # %% ../../nbs/15_data.prompts.ipynb #2abb23ce
+#| code-summary: "render_chat"
+#| code-fold: true
 _TEMPLATE_ERRORS = (
     TemplateError,
     TypeError,
@@ -386,7 +392,7 @@ def encode_chat(
     for start,end in _answer_spans(text, messages, frames or answer_frames(tokenizer)):
         targets = np.flatnonzero((chars[:,0] >= start) & (chars[:,1] <= end))
         labels[targets-1] = ids[targets]
-    labels[-1] = IGNORE
+    labels[-1] = IGNORE # where a target at place 0 would have its label, for index -1 is the last
     return torch.from_numpy(ids), torch.from_numpy(labels)
 
 # %% ../../nbs/15_data.prompts.ipynb #314ae670
