@@ -209,36 +209,26 @@ def on_master(dist:Dist, fn:Callable[[],Any])->Any: # every rank must call
     return on_all(dist, fn if dist.is_master else lambda: None)[0]
 
 # %% ../../nbs/05_core.dist.ipynb #6cf124a9
-#| code-summary: "is_dist"
-#| code-fold: true
 def is_dist()->bool: # False when alone
     "Returns whether this process has joined others."
     return c10d.is_available() and c10d.is_initialized()
 
 # %% ../../nbs/05_core.dist.ipynb #143a178f
-#| code-summary: "get_rank"
-#| code-fold: true
 def get_rank()->int: # 0 when alone
     "Returns the number of this process."
     return c10d.get_rank() if is_dist() else 0
 
 # %% ../../nbs/05_core.dist.ipynb #eaa52de4
-#| code-summary: "get_world_size"
-#| code-fold: true
 def get_world_size()->int: # 1 when alone
     "Returns the number of processes."
     return c10d.get_world_size() if is_dist() else 1
 
 # %% ../../nbs/05_core.dist.ipynb #f7983e18
-#| code-summary: "is_master"
-#| code-fold: true
 def is_master()->bool: # True when alone
     "Returns whether this is rank 0."
     return get_rank()==0
 
 # %% ../../nbs/05_core.dist.ipynb #72aa54dc
-#| code-summary: "this_rank, dist_gather"
-#| code-fold: true
 def this_rank()->Dist: # alone: `Dist()`
     "Returns this process among its peers, as `init_dist` or another has made them known."
     if _JOINED and is_dist(): return _JOINED[0]
@@ -249,15 +239,11 @@ def dist_gather(obj:Any)->list: # anything that can be pickled
     return this_rank().gather(obj)
 
 # %% ../../nbs/05_core.dist.ipynb #141cf708
-#| code-summary: "dist_mean_scalar"
-#| code-fold: true
 def dist_mean_scalar(x:float)->float:
     "Returns the mean over ranks."
     return float(sum(dist_gather(x)))/get_world_size()
 
 # %% ../../nbs/05_core.dist.ipynb #813abb7e
-#| code-summary: "destroy_dist"
-#| code-fold: true
 def destroy_dist()->None:
     "Leaves the groups; a second call does nothing."
     _JOINED.clear()
@@ -412,8 +398,6 @@ def set_threads(
     torch.set_num_threads(max(1, min(cores, useful)))
 
 # %% ../../nbs/05_core.dist.ipynb #5a57ecdf
-#| code-summary: "_launch_env"
-#| code-fold: true
 def _launch_env()->dict[str,int]|None: # `rank`, `world_size`, `local_rank`; None when alone
     "Returns the rank of this process from the variables of torchrun, or else of Slurm's srun."
     env = os.environ
@@ -441,8 +425,6 @@ def _launch_env()->dict[str,int]|None: # `rank`, `world_size`, `local_rank`; Non
     return numbers
 
 # %% ../../nbs/05_core.dist.ipynb #0513dfb6
-#| code-summary: "_rank_device"
-#| code-fold: true
 def _rank_device(
     kind:str, # `cuda`, `mps` or `cpu`
     local_rank:int,
@@ -459,8 +441,6 @@ def _rank_device(
     return torch.device('cuda', local_rank)
 
 # %% ../../nbs/05_core.dist.ipynb #d1570403
-#| code-summary: "_meeting_store"
-#| code-fold: true
 def _meeting_store(me:Dist)->c10d.Store: # not yet in a group
     "Returns the store in which the ranks find each other, without what an earlier start has left."
     wait = timedelta(seconds=me.timeout_s)
@@ -470,8 +450,6 @@ def _meeting_store(me:Dist)->c10d.Store: # not yet in a group
     return c10d.PrefixStore(f'start {start}', store) if shared else store
 
 # %% ../../nbs/05_core.dist.ipynb #7d32db44
-#| code-summary: "init_dist"
-#| code-fold: true
 def init_dist(
     device:str|torch.device|None=None, # default: the best of this machine
     timeout_s:float=1800., # seconds to wait for the other ranks

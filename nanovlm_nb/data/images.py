@@ -42,8 +42,6 @@ class UnreadableImage(UsageError):
     "A picture that cannot be decoded; the message says why."
 
 # %% ../../nbs/14_data.images.ipynb #a1b0c032
-#| code-summary: "_kind_of"
-#| code-fold: true
 _HEIC = (
     b'ftypheic',
     b'ftypheix',
@@ -88,8 +86,6 @@ def _kind_of(head:bytes)->str: # the first bytes of a file, 132 or more
     return f'unknown, {head[:8].hex(" ")}'
 
 # %% ../../nbs/14_data.images.ipynb #d9afd4c9
-#| code-summary: "_refuse"
-#| code-fold: true
 _BROKEN_FILE = (
     OSError,
     ValueError,
@@ -130,8 +126,6 @@ def _refuse(
     raise UnreadableImage(message) from e
 
 # %% ../../nbs/14_data.images.ipynb #384766f5
-#| code-summary: "_lean_png"
-#| code-fold: true
 _FLAGGED = {'exif', 'Raw profile type exif', 'XML:com.adobe.xmp', 'xmp'} # where PIL keeps the orientation
 _MAX_BYTES = {b'tEXt':2**20, b'zTXt':0, b'iTXt':0, b'iCCP':2**15} # what PIL gets of such chunks of a PNG
 
@@ -162,8 +156,6 @@ def _lean_png(
     return b''.join(data[begin:end] for begin,end in [*kept, (start, len(data))])
 
 # %% ../../nbs/14_data.images.ipynb #e10c0004
-#| code-summary: "open_header"
-#| code-fold: true
 _MAX_PIXELS = 1024**3//4//3 # of a picture, 89,478,485: where Pillow begins to warn of decompression bombs
 Picture:TypeAlias = Image.Image|bytes|str|Path|dict|io.IOBase # `datasets`' dictionary {'bytes', 'path'}
 
@@ -204,8 +196,6 @@ def open_header(src:Picture)->Image.Image: # opened lazily: size and mode are kn
     return im
 
 # %% ../../nbs/14_data.images.ipynb #360ea662
-#| code-summary: "_orientation"
-#| code-fold: true
 _T = Image.Transpose
 _TURNS = dict( # EXIF orientation, from 2 on -> what turns the picture upright
     enumerate(
@@ -401,8 +391,6 @@ def image_processor_of(
     )
 
 # %% ../../nbs/14_data.images.ipynb #f8d1b34c
-#| code-summary: "_smolvlm_sizes"
-#| code-fold: true
 def _smolvlm_sizes(
     w:int, # width of the picture in pixels
     h:int, # its height
@@ -425,8 +413,6 @@ def _smolvlm_sizes(
     return first, (in_tiles(int(in_tiles(h)*ratio)), in_tiles(h))
 
 # %% ../../nbs/14_data.images.ipynb #e10c0008
-#| code-summary: "_smolvlm_tiles"
-#| code-fold: true
 def _smolvlm_tiles(
     im:Image.Image, # RGB
     max_side:int, # longest side, in pixels
@@ -443,8 +429,6 @@ def _smolvlm_tiles(
     )
 
 # %% ../../nbs/14_data.images.ipynb #a10c0002
-#| code-summary: "smart_resize"
-#| code-fold: true
 def smart_resize(
     w:int, # width of the picture in pixels
     h:int, # its height

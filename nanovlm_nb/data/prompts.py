@@ -94,8 +94,6 @@ def neutralise(
     return text
 
 # %% ../../nbs/15_data.prompts.ipynb #a1b0c001
-#| code-summary: "number_marks"
-#| code-fold: true
 MARK = '<image>' # where a picture belongs in a question
 # of MiniGPT-4, DeepSeek-VL, LMDeploy, Qwen-VL, Llama, Gemma and Pixtral
 _OTHERS = (
@@ -151,8 +149,6 @@ def number_marks(
     return numbered, spare
 
 # %% ../../nbs/15_data.prompts.ipynb #a1b0c005
-#| code-summary: "place_pictures"
-#| code-fold: true
 _ABOVE = re.compile(r'((?:\s*<image: \d+>)*)(\s*)') # marks, and what is between them and the text
 _BELOW = re.compile(r'(?<!\s)(\s*)((?:<image: \d+>\s*)+)\Z|\Z')
 
@@ -228,8 +224,6 @@ def to_messages(
     return messages
 
 # %% ../../nbs/15_data.prompts.ipynb #2abb23ce
-#| code-summary: "render_chat"
-#| code-fold: true
 _TEMPLATE_ERRORS = (
     TemplateError,
     TypeError,

@@ -368,8 +368,6 @@ class Reader:
         self.cache.go_back(length, length + room)
 
 # %% ../../nbs/30_model.language.ipynb #ba8eed60
-#| code-summary: "balance_loss"
-#| code-fold: true
 def balance_loss(
     probs:Tensor, # (B, T, E) the router's probabilities, float32
     chosen:Tensor, # (B, T, k) experts that each token visits
@@ -387,8 +385,6 @@ def balance_loss(
     return n*(share*mean_probs).sum(1)
 
 # %% ../../nbs/30_model.language.ipynb #f57f729d
-#| code-summary: "LanguageModelMoE"
-#| code-fold: true
 class LanguageModelMoE(nn.Module):
     "Experts, of which a router chooses some for each token."
     def __init__(self, cfg:VLMConfig): # reads `moe_*` and the fields of `LanguageModelMLP`
@@ -432,8 +428,6 @@ class LanguageModelMoE(nn.Module):
         return out, balance_loss(probs, chosen, real)
 
 # %% ../../nbs/30_model.language.ipynb #dec00002
-#| code-summary: "check_decoder"
-#| code-fold: true
 @torch.no_grad()
 def _check_apart(decoder, x, alone): # (1, 12, D) vectors, their states as two documents
     "A UsageError unless two documents are read in a pack as they are alone."

@@ -345,8 +345,6 @@ class VisionLanguageModel(Pretrained, VLMNet):
         return torch.stack(new, 1)
 
 # %% ../../nbs/39_model.vlm.ipynb #b28a000b
-#| code-summary: "model_class"
-#| code-fold: true
 ModelClass = type[VisionLanguageModel]|str|None # or FILE.py:CLASS, MODULE:CLASS; None: the library's
 
 def model_class(kind:ModelClass)->type[VisionLanguageModel]:

@@ -313,8 +313,6 @@ def _agree(
     return total/trainer.dist.world_size
 
 # %% ../../nbs/49_training.trainer.ipynb #0939a103
-#| code-summary: "_prepare"
-#| code-fold: true
 LONG = 1000 # updates of a run that wins back the time of compiling
 
 def _prepare(trainer:Trainer)->None: # every rank must call
@@ -402,8 +400,6 @@ def train_step(trainer:Trainer, update:Update)->Figures: # for the log
     )
 
 # %% ../../nbs/49_training.trainer.ipynb #8d393855
-#| code-summary: "_why_left_out"
-#| code-fold: true
 def _why_left_out(trainer:Trainer, loader:Loader)->str|None: # every rank must call
     "Returns why rows were left out, if any rank has left out some."
     return next(filter(None, trainer.dist.gather(loader.drops.blame)), None)
@@ -693,8 +689,6 @@ class Guard(Hook):
             trainer.norms = [*trainer.norms, figures['grad_norm']][-WINDOW:]
 
 # %% ../../nbs/49_training.trainer.ipynb #794e9e50
-#| code-summary: "_stateful_hooks"
-#| code-fold: true
 def _stateful_hooks(trainer:Trainer)->dict[str,Any]: # by the name of their class
     "Returns the hooks that remember something."
     hooks = [hook for hook in trainer.hooks if isinstance(hook, Stateful)]
@@ -707,8 +701,6 @@ def _stateful_hooks(trainer:Trainer)->dict[str,Any]: # by the name of their clas
     return named
 
 # %% ../../nbs/49_training.trainer.ipynb #80cce0b9
-#| code-summary: "_saved_state"
-#| code-fold: true
 def _saved_state(
     name:str, # of the hook, for the message
     hook:Stateful,
@@ -807,8 +799,6 @@ class Checkpoint(Hook):
         trainer.saver.wait()
 
 # %% ../../nbs/49_training.trainer.ipynb #ca70adbc
-#| code-summary: "_place_data"
-#| code-fold: true
 def _place_data(
     trainer:Trainer,
     state:dict, # of the checkpoint; changed in place where an epoch is left out
@@ -828,8 +818,6 @@ def _place_data(
     state['epoch'] = trainer.loader.epoch
 
 # %% ../../nbs/49_training.trainer.ipynb #9080a088
-#| code-summary: "_load_weights"
-#| code-fold: true
 def _load_weights(
     trainer:Trainer,
     checkpoint:Path,
@@ -857,8 +845,6 @@ def _load_weights(
         )
 
 # %% ../../nbs/49_training.trainer.ipynb #c8a1d72d
-#| code-summary: "_load_hooks"
-#| code-fold: true
 def _load_hooks(
     trainer:Trainer,
     checkpoint:Path,
