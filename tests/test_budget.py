@@ -36,7 +36,7 @@ DENSITY = dict(
     ),
 )
 OVER_40 = 0.042  # share of the defining cells with more than 40 statements, at most
-SHOWING = 0.90  # share of the visible cells that show something, at least
+SHOWING = 0.92  # share of the visible cells that show something, at least; one that only defines has nothing to show
 
 
 def docstring_lines(tree: ast.Module) -> set[int]:
@@ -174,6 +174,10 @@ def test_notebooks_show_what_they_define():
         bool(c['outputs'])
         for c, f in zip(code, flags)
         if not f & {'export', 'exports', 'exporti', 'hide', 'hide_input', 'default_exp'}
+        and not all(
+            isinstance(node, (ast.FunctionDef, ast.ClassDef))
+            for node in ast.parse(c['source']).body
+        )
     ]
     assert (
         sum(n > 40 for n in size) / len(size) <= OVER_40

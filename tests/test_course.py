@@ -14,7 +14,7 @@ from test_docs import COURSE, NBS, ROOT, cells
 MEANT = re.compile(
     r'TqdmWarning|from \.autonotebook import|\[transformers\] Model config'
 )
-QUICK = ('14_data.images.ipynb', '15_data.prompts.ipynb', '42_training.schedule.ipynb')
+QUICK = ('14_data.images.ipynb', '15_data.prompts.ipynb', '44_training.precision.ipynb')
 
 
 def run_all(notebook: Path, folder: Path) -> tuple[str, str]:

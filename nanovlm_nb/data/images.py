@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['ENCODED', 'Picture', 'get_image_processor', 'resize_dims', 'UnreadableImage', 'open_header', 'image_size',
-           'open_image', 'split_tiles', 'global_view', 'smart_resize', 'ImageProcessor', 'image_processor_of']
+           'open_image', 'split_tiles', 'global_view', 'ImageProcessor', 'image_processor_of', 'smart_resize']
 
 # %% ../../nbs/14_data.images.ipynb #ef90be04
 import io,math,os,random,re,stat,struct,warnings,zlib
@@ -305,65 +305,6 @@ def global_view(
         return F.interpolate(rows, size=(tile, tile), mode='bilinear', antialias=True)/weights
     return torch.cat([shrink(plane) for plane in x], dim=1).round_().to(torch.uint8)
 
-# %% ../../nbs/14_data.images.ipynb #f8d1b34c
-def _smolvlm_sizes(
-    w:int, # width of the picture in pixels
-    h:int, # its height
-    max_side:int, # longest side, in pixels
-    tile:int, # side of a tile in pixels
-)->tuple[tuple[int,int],tuple[int,int]]: # (width, height), twice
-    "Sizes after the two resizes that a picture passes on its way to SmolVLM's tiles."
-    require(
-        max_side <= 4096,
-        f'max_img_size {max_side} is more than the 4096 of SmolVLM: lower it'
-    )
-    short = int(max_side/(w/h)) if w >= h else int(max_side*(w/h))
-    short = max(1, short + short%2)
-    first = (max_side, short) if w >= h else (short, max_side)
-    w, h = first
-    ratio = w/h
-    def in_tiles(x): return -(-x//tile)*tile # rounded up
-    if w >= h:
-        return first, (in_tiles(w), in_tiles(int(in_tiles(w)/ratio)))
-    return first, (in_tiles(int(in_tiles(h)*ratio)), in_tiles(h))
-
-# %% ../../nbs/14_data.images.ipynb #e10c0008
-def _smolvlm_tiles(
-    im:Image.Image, # RGB
-    max_side:int, # longest side, in pixels
-    tile:int, # side of a tile in pixels
-)->Tensor: # (n, 3, tile, tile) uint8
-    "Tiles as SmolVLM's image processor cuts them, the global view last if there are several."
-    (w, h) = im.size
-    lanczos = Image.Resampling.LANCZOS
-    for size in _smolvlm_sizes(w, h, max_side, tile):
-        im = im.resize(size, lanczos)
-    parts = [im] if im.size == (tile, tile) else [im, im.resize((tile, tile), lanczos)]
-    return torch.cat(
-        [split_tiles(torch.from_numpy(np.stack(part.split())), tile) for part in parts]
-    )
-
-# %% ../../nbs/14_data.images.ipynb #a10c0002
-def smart_resize(
-    w:int, # width of the picture in pixels
-    h:int, # its height
-    tile:int, # side of a tile in pixels
-    min_pixels:int, # a smaller picture is enlarged
-    max_pixels:int, # a larger picture is shrunk
-)->tuple[int,int]: # (height, width) in pixels, in whole tiles
-    "Size of a picture that keeps its proportions."
-    if max(w, h) > 200*min(w, h):
-        raise UnreadableImage(f'{w} x {h} pixels, more than 200 times as long as wide: cut it')
-    rows = round(h/tile)
-    cols = round(w/tile)
-    if rows*cols*tile*tile > max_pixels:
-        shrink = math.sqrt(w*h/max_pixels)
-        rows, cols = (max(1, math.floor(side/shrink/tile)) for side in (h, w))
-    elif rows*cols*tile*tile < min_pixels:
-        grow = math.sqrt(min_pixels/(w*h))
-        rows, cols = (math.ceil(side*grow/tile) for side in (h, w))
-    return rows*tile, cols*tile
-
 # %% ../../nbs/14_data.images.ipynb #e10c0022
 def _augment(processor, im, rng):
     "The picture after all custom transforms, whose grid it must keep."
@@ -449,3 +390,62 @@ def image_processor_of(
         cfg.tiles_per_window,
         cfg.pixel_max
     )
+
+# %% ../../nbs/14_data.images.ipynb #f8d1b34c
+def _smolvlm_sizes(
+    w:int, # width of the picture in pixels
+    h:int, # its height
+    max_side:int, # longest side, in pixels
+    tile:int, # side of a tile in pixels
+)->tuple[tuple[int,int],tuple[int,int]]: # (width, height), twice
+    "Sizes after the two resizes that a picture passes on its way to SmolVLM's tiles."
+    require(
+        max_side <= 4096,
+        f'max_img_size {max_side} is more than the 4096 of SmolVLM: lower it'
+    )
+    short = int(max_side/(w/h)) if w >= h else int(max_side*(w/h))
+    short = max(1, short + short%2)
+    first = (max_side, short) if w >= h else (short, max_side)
+    w, h = first
+    ratio = w/h
+    def in_tiles(x): return -(-x//tile)*tile # rounded up
+    if w >= h:
+        return first, (in_tiles(w), in_tiles(int(in_tiles(w)/ratio)))
+    return first, (in_tiles(int(in_tiles(h)*ratio)), in_tiles(h))
+
+# %% ../../nbs/14_data.images.ipynb #e10c0008
+def _smolvlm_tiles(
+    im:Image.Image, # RGB
+    max_side:int, # longest side, in pixels
+    tile:int, # side of a tile in pixels
+)->Tensor: # (n, 3, tile, tile) uint8
+    "Tiles as SmolVLM's image processor cuts them, the global view last if there are several."
+    (w, h) = im.size
+    lanczos = Image.Resampling.LANCZOS
+    for size in _smolvlm_sizes(w, h, max_side, tile):
+        im = im.resize(size, lanczos)
+    parts = [im] if im.size == (tile, tile) else [im, im.resize((tile, tile), lanczos)]
+    return torch.cat(
+        [split_tiles(torch.from_numpy(np.stack(part.split())), tile) for part in parts]
+    )
+
+# %% ../../nbs/14_data.images.ipynb #a10c0002
+def smart_resize(
+    w:int, # width of the picture in pixels
+    h:int, # its height
+    tile:int, # side of a tile in pixels
+    min_pixels:int, # a smaller picture is enlarged
+    max_pixels:int, # a larger picture is shrunk
+)->tuple[int,int]: # (height, width) in pixels, in whole tiles
+    "Size of a picture that keeps its proportions."
+    if max(w, h) > 200*min(w, h):
+        raise UnreadableImage(f'{w} x {h} pixels, more than 200 times as long as wide: cut it')
+    rows = round(h/tile)
+    cols = round(w/tile)
+    if rows*cols*tile*tile > max_pixels:
+        shrink = math.sqrt(w*h/max_pixels)
+        rows, cols = (max(1, math.floor(side/shrink/tile)) for side in (h, w))
+    elif rows*cols*tile*tile < min_pixels:
+        grow = math.sqrt(min_pixels/(w*h))
+        rows, cols = (math.ceil(side*grow/tile) for side in (h, w))
+    return rows*tile, cols*tile

@@ -71,7 +71,7 @@ class _Window:
     n_packs:int # packs that it is to fill
     items:list = field(default_factory=list) # (plan, encoded pictures)
     drops:list = field(default_factory=list) # (id, reason, detail) of what was left out
-    cut:dict = field(default_factory=dict) # id -> turns that ratings took from a sample that stays
+    cut:dict = field(default_factory=dict) # id -> turns that were left out of a sample that stays
 
 # %% ../../nbs/23_data.lanes.ipynb #f111a001
 def _open_window(

@@ -81,7 +81,7 @@ def neutralise(
     "Break every special token that a text spells out; it looks the same."
     pattern = tokenizer if isinstance(tokenizer, re.Pattern) else special_pattern(tokenizer)
     private = map(chr, range(0xe000, 0xf8ff)) # characters that have no meaning
-    def unused(preferred): # by any special token: what is broken stays so
+    def unused(preferred): # a character of no special token, so that breaking never makes a new one
         return next(c for c in chain(preferred, private) if c not in pattern.pattern)
     invisible = unused('\u200b\u2060\ufeff')
     instead = unused('\ufffd?_')
@@ -386,7 +386,7 @@ def encode_chat(
     for start,end in _answer_spans(text, messages, frames or answer_frames(tokenizer)):
         targets = np.flatnonzero((chars[:,0] >= start) & (chars[:,1] <= end))
         labels[targets-1] = ids[targets]
-    labels[-1] = IGNORE
+    labels[-1] = IGNORE # where a target at place 0 would have its label, for index -1 is the last
     return torch.from_numpy(ids), torch.from_numpy(labels)
 
 # %% ../../nbs/15_data.prompts.ipynb #314ae670

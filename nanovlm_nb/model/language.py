@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['RMSNorm', 'RotaryEmbedding', 'apply_rotary', 'KVCache', 'LanguageModelGroupedQueryAttention', 'LanguageModelMLP',
-           'balance_loss', 'LanguageModelMoE', 'LanguageModelBlock', 'LanguageModel', 'Reader', 'check_decoder']
+           'LanguageModelBlock', 'LanguageModel', 'Reader', 'balance_loss', 'LanguageModelMoE', 'check_decoder']
 
 # %% ../../nbs/30_model.language.ipynb #f1a84b8f
 from contextlib import nullcontext
@@ -51,10 +51,10 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer(
             'inv_freq', 1/cfg.lm_re_base**(torch.arange(0, width, 2)/width)
         )
-        self.scaling = cfg.lm_attn_scaling
-        self.sections = cfg.lm_mrope_sections
+        self.scaling = cfg.lm_attn_scaling # 1, but for models made to read longer texts
+        self.sections = cfg.lm_mrope_sections # pairs that turn by time, row and column
 
-    def _apply(self, fn, recurse=True):
+    def _apply(self, fn, recurse=True): # a model that becomes bfloat16 keeps exact speeds
         exact = self.inv_freq
         super()._apply(fn, recurse)
         if self.inv_freq.dtype!=exact.dtype:
@@ -240,66 +240,6 @@ class LanguageModelMLP(nn.Module):
         "SwiGLU: down(silu(gate(x)) * up(x))."
         return self.down_proj(F.silu(self.gate_proj(x))*self.up_proj(x))
 
-# %% ../../nbs/30_model.language.ipynb #ba8eed60
-def balance_loss(
-    probs:Tensor, # (B, T, E) the router's probabilities, float32
-    chosen:Tensor, # (B, T, k) experts that each token visits
-    real:Tensor|None=None, # (B, T) True at tokens, False at padding; None: no padding
-)->Tensor: # (B,) of each row; 1 if its experts are equally busy, 0 if it has no token
-    "How unevenly the tokens of each row use the experts; only `probs` carries a gradient."
-    n = probs.shape[-1] # experts
-    real = torch.ones_like(probs[...,0]) if real is None else real.to(probs.dtype)
-    tokens = real.sum(1, keepdim=True).clamp(min=1)
-    visits = torch.zeros_like(probs[:,0]).scatter_add(
-        1, chosen.flatten(1), real.repeat_interleave(chosen.shape[-1], 1)
-    )
-    share = visits/(tokens*chosen.shape[-1]) # (B, E) of the visits of each row
-    mean_probs = (probs*real[...,None]).sum(1)/tokens # (B, E)
-    return n*(share*mean_probs).sum(1)
-
-# %% ../../nbs/30_model.language.ipynb #f57f729d
-class LanguageModelMoE(nn.Module):
-    "Experts, of which a router chooses some for each token."
-    def __init__(self, cfg:VLMConfig): # reads `moe_*` and the fields of `LanguageModelMLP`
-        super().__init__()
-        self.top_k = cfg.moe_top_k
-        self.router = nn.Linear(cfg.lm_hidden_dim, cfg.moe_experts, bias=False)
-        self.experts = nn.ModuleList(
-            LanguageModelMLP(cfg) for _ in range(cfg.moe_experts)
-        )
-        self.shared = nn.ModuleList(
-            LanguageModelMLP(cfg) for _ in range(cfg.moe_shared_experts)
-        )
-
-    def route(
-        self,
-        x:Tensor, # (B, T, D) normed hidden states
-    )->tuple[Tensor,Tensor,Tensor]: # probabilities (B, T, E); weights and numbers of those chosen (B, T, k)
-        "Which experts each token visits, and how much their answers count."
-        with torch.autocast(x.device.type, enabled=False):
-            probs = self.router(x.to(self.router.weight.dtype)).float().softmax(-1)
-        chosen_probs,chosen = probs.topk(self.top_k)
-        return probs, chosen_probs/chosen_probs.sum(-1, keepdim=True), chosen
-
-    def forward(
-        self,
-        x:Tensor, # (B, T, D) normed hidden states
-        layout:Layout|None=None, # where the documents are, so that padding is not balanced; None: everywhere
-    )->tuple[Tensor,Tensor|None]: # (B, T, D), and `balance_loss` (B,) in training, else None
-        "Ask the experts and mix their answers."
-        probs,weights,chosen = self.route(x)
-        visits = chosen.flatten() # the expert of each; `top_k` visits of a token follow each other
-        order = visits.argsort(stable=True) # by expert
-        counts = visits.bincount(minlength=len(self.experts)).tolist()
-        parts = x.flatten(0,1)[order//self.top_k].split(counts)
-        answers = torch.cat([expert(part) for expert,part in zip(self.experts, parts)])
-        answers = answers[order.argsort()].view(*chosen.shape, x.shape[-1]) # by token again
-        out = (answers*weights[...,None].to(answers.dtype)).sum(2)
-        for expert in self.shared: out = out+expert(x)
-        if not self.training: return out,None
-        real = None if layout is None else layout.to(x.device).documents>0
-        return out, balance_loss(probs, chosen, real)
-
 # %% ../../nbs/30_model.language.ipynb #7c5c9a26
 class LanguageModelBlock(nn.Module):
     "Attention and MLP, each normed before and added after."
@@ -359,7 +299,7 @@ class LanguageModel(nn.Module):
     )->Tensor|tuple[Tensor,Tensor|None]: # (B, T, D) states after the last norm, balance losses (B,) or None
         "Hidden states of a batch."
         if not x.is_floating_point(): x = self.token_embedding(x)
-        layout = layout and (layout.bare or layout)
+        layout = layout and (layout.bare or layout) # blocks need no slots and no targets
         eager = nullcontext()
         if cache is not None:
             positions = cache.advance(x, layout)
@@ -426,6 +366,66 @@ class Reader:
     )->None:
         "Forgets what was read after the first `length` vectors."
         self.cache.go_back(length, length + room)
+
+# %% ../../nbs/30_model.language.ipynb #ba8eed60
+def balance_loss(
+    probs:Tensor, # (B, T, E) the router's probabilities, float32
+    chosen:Tensor, # (B, T, k) experts that each token visits
+    real:Tensor|None=None, # (B, T) True at tokens, False at padding; None: no padding
+)->Tensor: # (B,) of each row; 1 if its experts are equally busy, 0 if it has no token
+    "How unevenly the tokens of each row use the experts; only `probs` carries a gradient."
+    n = probs.shape[-1] # experts
+    real = torch.ones_like(probs[...,0]) if real is None else real.to(probs.dtype)
+    tokens = real.sum(1, keepdim=True).clamp(min=1)
+    visits = torch.zeros_like(probs[:,0]).scatter_add(
+        1, chosen.flatten(1), real.repeat_interleave(chosen.shape[-1], 1)
+    )
+    share = visits/(tokens*chosen.shape[-1]) # (B, E) of the visits of each row
+    mean_probs = (probs*real[...,None]).sum(1)/tokens # (B, E)
+    return n*(share*mean_probs).sum(1)
+
+# %% ../../nbs/30_model.language.ipynb #f57f729d
+class LanguageModelMoE(nn.Module):
+    "Experts, of which a router chooses some for each token."
+    def __init__(self, cfg:VLMConfig): # reads `moe_*` and the fields of `LanguageModelMLP`
+        super().__init__()
+        self.top_k = cfg.moe_top_k
+        self.router = nn.Linear(cfg.lm_hidden_dim, cfg.moe_experts, bias=False)
+        self.experts = nn.ModuleList(
+            LanguageModelMLP(cfg) for _ in range(cfg.moe_experts)
+        )
+        self.shared = nn.ModuleList(
+            LanguageModelMLP(cfg) for _ in range(cfg.moe_shared_experts)
+        )
+
+    def route(
+        self,
+        x:Tensor, # (B, T, D) normed hidden states
+    )->tuple[Tensor,Tensor,Tensor]: # probabilities (B, T, E); weights and numbers of those chosen (B, T, k)
+        "Which experts each token visits, and how much their answers count."
+        with torch.autocast(x.device.type, enabled=False):
+            probs = self.router(x.to(self.router.weight.dtype)).float().softmax(-1)
+        chosen_probs,chosen = probs.topk(self.top_k)
+        return probs, chosen_probs/chosen_probs.sum(-1, keepdim=True), chosen
+
+    def forward(
+        self,
+        x:Tensor, # (B, T, D) normed hidden states
+        layout:Layout|None=None, # where the documents are, so that padding is not balanced; None: everywhere
+    )->tuple[Tensor,Tensor|None]: # (B, T, D), and `balance_loss` (B,) in training, else None
+        "Ask the experts and mix their answers."
+        probs,weights,chosen = self.route(x)
+        visits = chosen.flatten() # the expert of each; `top_k` visits of a token follow each other
+        order = visits.argsort(stable=True) # by expert
+        counts = visits.bincount(minlength=len(self.experts)).tolist()
+        parts = x.flatten(0,1)[order//self.top_k].split(counts)
+        answers = torch.cat([expert(part) for expert,part in zip(self.experts, parts)])
+        answers = answers[order.argsort()].view(*chosen.shape, x.shape[-1]) # by token again
+        out = (answers*weights[...,None].to(answers.dtype)).sum(2)
+        for expert in self.shared: out = out+expert(x)
+        if not self.training: return out,None
+        real = None if layout is None else layout.to(x.device).documents>0
+        return out, balance_loss(probs, chosen, real)
 
 # %% ../../nbs/30_model.language.ipynb #dec00002
 @torch.no_grad()

@@ -231,7 +231,6 @@ class ModalityProjector(nn.Module):
         self.proj = _linear(
             width, cfg.lm_hidden_dim, cfg.mp_kind!='linear', cfg.init_std
         )
-        # a module per call site, since forward hooks are per module
         self.norm:nn.Module = nn.Identity()
         self.out:nn.Module = nn.Identity()
         if cfg.mp_kind=='mlp':
