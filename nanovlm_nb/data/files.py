@@ -1054,8 +1054,9 @@ def own_rows(
 )->list[dict]|datasets.Dataset|Sequence:
     """Rows of your own in FineVision's schema; a ValueError names the first that is wrong.
 
-    A row is a dictionary, or (picture, question, answer). Data sets, of `datasets` or of torch, are read row by
-    row when one is due, and a wrong row is then left out and counted; all else is read at once, into memory."""
+    A row is a dictionary, or (picture, question, answer). Data sets, of `datasets` or of torch, are
+    read row by row, each when it is due, and a wrong one is then left out and counted; all else is
+    read at once, into memory."""
     if isinstance(rows, datasets.Dataset) and rows.format['type'] != 'custom':
         if {'images', 'texts'} <= {*rows.column_names}: return rows
         rows = rows.with_format('arrow') # no picture is decoded

@@ -465,8 +465,9 @@ def check_decoder(
     require(not missing, f'the decoder {type(decoder).__name__} has no {" and no ".join(missing)}')
     pair = {'head.weight','token_embedding.weight'} <= decoder.state_dict().keys()
     require(pair or not cfg.lm_tie_weights,
-        f'lm_tie_weights is True, but the decoder {type(decoder).__name__} has no tensors of its own under both names, '
-        'head.weight and token_embedding.weight: set it to False; what you tie yourself stays tied')
+        f'lm_tie_weights is True, but the decoder {type(decoder).__name__} has no tensors of its '
+        'own under both names, head.weight and token_embedding.weight: set it to False; '
+        'what you tie yourself stays tied')
     if not whole: return
     modes = [module.training for module in decoder.modules()]
     decoder.eval()
