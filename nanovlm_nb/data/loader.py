@@ -30,7 +30,8 @@ from ..core.config import loader_workers
 from ..core.config import TrainConfig,VLMConfig
 from ..core.dist import check_socket_room,cores_of_rank,Dist,seed_worker,this_rank
 from ..core.tokenizer import check_tokenizer,get_tokenizer
-from .images import image_processor_of,open_image,UnreadableImage
+from .images import image_processor_of,made_processor,open_image
+from .images import UnreadableImage
 from .values import as_json
 from .drops import Dropped,Drops
 from .rows import RATINGS
@@ -434,7 +435,7 @@ def make_samples(
     processor_of:Callable=image_processor_of, # makes what cuts pictures into tiles
 )->VQADataset:
     "What makes samples of rows, as a config says."
-    processor = processor_of(vlm_cfg, tuple(custom_transforms))
+    processor = made_processor(processor_of, vlm_cfg, tuple(custom_transforms))
     names = [
         *(f'{name}_min_rating' for name in RATINGS),
         'max_sample_length',
