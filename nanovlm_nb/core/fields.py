@@ -69,6 +69,7 @@ Format = Literal['smolvlm','idefics3','qwen2_5_vl','nanovlm','peft','onnx','web'
 Outtype = Literal['f32','f16','q8_0'] # how a GGUF file keeps its matrices
 
 # %% ../../nbs/02_core.fields.ipynb #6a107bf9
+_KINDS = {int,float,bool,str,dict,Annotated,Literal} # that a field may have, besides lists of these
 _BASIC = {
     int:'a whole number',
     float:'a finite number',
@@ -81,13 +82,19 @@ def rule_of(kind:Any)->tuple[type,str,Callable]:
     Of a list without a rule of its own they are those of its elements."""
     args = get_args(kind)
     outer = get_origin(kind)
-    if NoneType in args:
-        base,words,ok = rule_of(args[0])
+    others = [arg for arg in args if arg is not NoneType]
+    if NoneType in args and len(others)==1:
+        base,words,ok = rule_of(*others)
         if base is not str: words += ', or None'
         return base,words,ok
     if outer is list:
         _,words,ok = rule_of(args[0])
         return list,words,ok
+    require(
+        (outer or kind) in _KINDS,
+        f'a field of kind {kind} cannot be read from a file: annotate it as int, float, '
+        'bool, str, dict, a Literal of texts, list[int] and the like, or one with |None'
+    )
     if outer is Annotated:
         return get_origin(args[0]) or args[0],*args[1:] # `Annotated[type, words, test]`
     if outer is Literal:
@@ -129,7 +136,7 @@ def as_type(name:str, value:Any, kind:Any)->Any:
         require(no_rule or ok(elements), f'{name} is {_short.repr(elements)}: give {words}')
         return elements
     if base is dict and isinstance(value, dict):
-        return {k:as_type(name, v, str) for k,v in value.items()} if args else value
+        return {k:as_type(name, v, args[1]) for k,v in value.items()} if args else value
     try:
         parsed = _read(value, base)
         if ok(parsed):

@@ -573,7 +573,8 @@ class ValidateClasses(Validate):
             )
         figures |= self.best|dict(best_step=self.best['best_model_step'])
         if is_best and trainer.dist.is_master:
-            names = trainer.base.cfg.class_names
+            cfg:Any = trainer.base.cfg
+            names = cfg.class_names
             title = f'update {trainer.step}: {accuracy:.1%} right'
             matrix = _confusion(self.judged, len(names))
             plot_confusion(matrix, names, trainer.log.run_dir/'confusion.png', title)
