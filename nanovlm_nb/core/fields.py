@@ -69,7 +69,6 @@ Format = Literal['smolvlm','idefics3','qwen2_5_vl','nanovlm','peft','onnx','web'
 Outtype = Literal['f32','f16','q8_0'] # how a GGUF file keeps its matrices
 
 # %% ../../nbs/02_core.fields.ipynb #6a107bf9
-_KINDS = {int,float,bool,str,dict,Annotated,Literal} # that a field may have, besides lists of these
 _BASIC = {
     int:'a whole number',
     float:'a finite number',
@@ -90,11 +89,6 @@ def rule_of(kind:Any)->tuple[type,str,Callable]:
     if outer is list:
         _,words,ok = rule_of(args[0])
         return list,words,ok
-    require(
-        (outer or kind) in _KINDS,
-        f'a field of kind {kind} cannot be read from a file: annotate it as int, float, '
-        'bool, str, dict, a Literal of texts, list[int] and the like, or one with |None'
-    )
     if outer is Annotated:
         return get_origin(args[0]) or args[0],*args[1:] # `Annotated[type, words, test]`
     if outer is Literal:
@@ -127,6 +121,12 @@ def as_type(name:str, value:Any, kind:Any)->Any:
     "Returns the value of a setting as its annotation says, or raises a UsageError with the rule in words."
     args = get_args(kind)
     base,words,ok = rule_of(kind)
+    of_what = get_origin(kind) is list or args and get_args(args[0])
+    require(
+        base in (*_BASIC,dict) or base is list and of_what,
+        f'{name} is a field of kind {kind}, which no file holds: annotate it as int, float, '
+        'bool, str, dict, a Literal of texts, list[int] and the like, or one with |None'
+    )
     if value is None and NoneType in args: return None
     if base is list:
         no_rule = get_origin(kind) is list
