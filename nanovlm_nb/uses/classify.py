@@ -791,16 +791,17 @@ def _new_sizes(side:int, # of the pictures, pixels
     given:dict={})->dict: # fields of `VLMConfig` that stay; with those that go with them
     "Returns the sizes of a small model for pictures of one tile, which becomes one image token."
     side = given.get('vit_img_size', side)
-    patch = given.get('vit_patch_size', -(-side//8))
+    patch = given.get('vit_patch_size', 4*-(-side//32)) # at most 8 x 8 patches
     across = -(-side//patch)
     return dict(
         vit_img_size=patch*across,
         max_img_size=patch*across,
         vit_patch_size=patch,
+        vit_conv_stem=patch%4==0,
         mp_pixel_shuffle_factor=across,
         vit_hidden_dim=64,
         vit_n_heads=2,
-        vit_n_blocks=3,
+        vit_n_blocks=1,
         lm_hidden_dim=64,
         lm_inter_dim=128,
         lm_n_heads=2,
