@@ -821,13 +821,15 @@ def _suited(settings:Settings, data:_ClassData)->Settings: # as given
         gradient_accumulation_steps=1,
         eval_log_freq=max(shown*len(data.train)//320, 50)
     )
-    usual = dict(
-        betas=[.9,.99], min_lr_ratio=.01, random_crop=.9 if shown>=10 else None
-    )
+    usual:dict[str,Any] = dict(betas=[.9,.99], min_lr_ratio=.01)
+    dropout = {}
+    if shown>=10: # else they would be learned by heart
+        usual |= dict(random_crop=.9)
+        dropout = dict(vit_dropout=.1, lm_dropout=.1)
     return evolve(
         settings,
         name='shapes', # whose tokenizer and initial weights it has
-        vlm=_new_sizes(_longest_side(data.train.pictures()), settings.vlm),
+        vlm=dropout|_new_sizes(_longest_side(data.train.pictures()), settings.vlm),
         train=usual|settings.train,
         **{key:value for key,value in run.items() if key not in settings.given}
     )
