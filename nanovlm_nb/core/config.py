@@ -706,7 +706,8 @@ BESIDE_WEIGHTS = {*'''vit_dropout vit_model_type lm_dropout moe_top_k moe_aux_we
     max_pixels pixel_mean pixel_std pixel_max'''.split()}
 OWN_FIELDS = {*'''vit_keep_patches vit_pre_norm vit_post_norm vit_activation vit_conv_stem lm_head_dim
     lm_qkv_bias lm_qk_norm use_moe moe_experts moe_top_k moe_shared_experts moe_aux_weight mp_kind
-    attn_backend init_std loss_chunk_size pixel_mean pixel_std pixel_max image_convention min_pixels max_pixels vit_window_size
+    attn_backend init_std loss_chunk_size
+    pixel_mean pixel_std pixel_max image_convention min_pixels max_pixels vit_window_size
     vit_full_blocks lm_mrope_sections'''.split()}
 
 def resume_rule(
