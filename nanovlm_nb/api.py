@@ -102,6 +102,7 @@ class Settings(TypedDict, total=False):
     vit_pre_norm:bool
     vit_post_norm:bool
     vit_activation:Literal['gelu_pytorch_tanh','gelu','quick_gelu']
+    vit_conv_stem:bool
     vit_model_type:str|Path|None
     lm_hidden_dim:int
     lm_inter_dim:int
