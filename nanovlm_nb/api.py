@@ -102,6 +102,7 @@ class Settings(TypedDict, total=False):
     vit_pre_norm:bool
     vit_post_norm:bool
     vit_activation:Literal['gelu_pytorch_tanh','gelu','quick_gelu']
+    vit_conv_stem:bool
     vit_model_type:str|Path|None
     lm_hidden_dim:int
     lm_inter_dim:int
@@ -338,13 +339,13 @@ def train(
         hooks,
         command=again if loaders else None
     )
-    return load(run_dir, processor=processor and processor(vlm_cfg, ()), model=model)
+    return load(run_dir, processor=processor, model=model)
 
 # %% ../nbs/96_api.ipynb #91a10012
 def load(
     checkpoint:str|Path, # a run, a checkpoint, an export, a SmolVLM, adapters of peft, or a hub id
     device:str|torch.device|None=None, # None: the best there is
-    processor:Callable|None=None, # cuts pictures, of a run that had one of its own
+    processor:Any=None, # of a run that had one of its own: as for `train`, or what it makes
     model:ModelClass=None, # a class of your own
 )->Asker:
     "Returns a trained model, ready to be asked; of a run its best checkpoint."
@@ -381,12 +382,13 @@ def export(
             usual = make_processor(model.model.cfg, ())
             processor = model.image_processor
             require(
-                processor==usual or own.processor and type(processor) is type(usual),
+                processor==usual or own.processor and type(processor) is type(usual)
+                or kind=='nanovlm', # whoever opens it is asked for the processor
                 'this model has an image processor of its own, which no other program '
-                'has: write the weights alone with model.model.save_pretrained(FOLDER)'
+                "has: write the weights alone, format 'nanovlm'"
             )
             checkpoint = Path(tmp)/'model'
-            model.model.save_pretrained(checkpoint, model.tokenizer)
+            model.save(checkpoint)
         else: checkpoint = model
         write = export_graphs if kind in ('onnx','web') else export_model
         write(checkpoint, folder, kind, model=own)

@@ -35,7 +35,7 @@ def shown(notebook: Path) -> list[str]:
 
 def test_chapter_zero_is_one_page_of_plain_pytorch():
     lines = shown(ZERO)
-    assert 60 < len(lines) <= 124, f'{len(lines)} lines'
+    assert 60 < len(lines) <= 120, f'{len(lines)} lines'
     assert max(map(len, lines)) <= 110
     tree = ast.parse('\n'.join(lines))
     names = {

@@ -58,6 +58,8 @@ CASES = dict(
         60,
         ALL,
     ),
+    conv_stem=(dict(vit_conv_stem=True), 3, MIXED, 60, ALL),
+    conv_stem_frozen=(dict(vit_conv_stem=True), 3, MIXED, 60, LM),
     qwen2_projector=(dict(lm_qkv_bias=True, lm_head_dim=24), 3, MIXED, 60, MP),
     chunked_loss=(dict(loss_chunk_size=16), 3, MIXED, 60, ALL),
     experts=(dict(use_moe=True), 3, MIXED, 60, ALL),

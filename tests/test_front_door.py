@@ -162,6 +162,33 @@ def test_a_type_checker_finds_a_wrong_setting(tmp_path):
     assert 'did you mean "max_training_steps"?' in errors[0][1]
 
 
+def test_a_type_checker_knows_the_model_of_a_trainer(tmp_path):
+    "A hook and a judge with annotations, as the tutorial has them without."
+    (tmp_path / 'user.py').write_text(
+        'from nanovlm_nb import Hook\n'
+        'from nanovlm_nb.training.trainer import Figures, Trainer\n'
+        'class Norm(Hook):\n'
+        '    def after_update(self, trainer: Trainer, figures: Figures) -> None:\n'
+        "        figures['norm'] = float(sum(p.norm() for p in trainer.base.MP.parameters()))\n"
+        'def judge(trainer: Trainer) -> float:\n'
+        '    blocks = len([*trainer.base.vision_encoder.modules(), *trainer.base.decoder.blocks])\n'
+        '    return float(blocks + trainer.base.cfg.lm_hidden_dim)\n'
+        'def wrong(trainer: Trainer) -> float:\n'
+        '    return float(trainer.base.cfg.lm_hiden_dim)\n'
+    )
+    command = [sys.executable, '-m', 'mypy', '--config-file']
+    command += [ROOT / 'tests' / 'mypy.ini', '--cache-dir', tmp_path / 'cache']
+    done = subprocess.run(
+        [*map(str, command), 'user.py'],
+        cwd=tmp_path,
+        env=os.environ | dict(MYPYPATH=str(ROOT)),
+        capture_output=True,
+        text=True,
+    )
+    errors = re.findall(r'user.py:(\d+): error: (.*)', done.stdout)
+    assert [int(line) for line, _ in errors] == [10], done.stdout
+
+
 @pytest.mark.parametrize(
     'typed, found',
     [

@@ -304,7 +304,7 @@ def test_a_processor_of_your_own_is_asked_for_wherever_the_model_is_opened(
     for words in (
         ['ask', run_dir, '--image', 'red.png', '--prompt', 'x'],
         ['eval', run_dir],
-        ['export', run_dir, tmp_path / 'out', '--format', 'nanovlm'],
+        ['export', run_dir, tmp_path / 'out', '--format', 'smolvlm'],
     ):
         assert 'was trained with an image processor of its own' in refused(
             words, capsys
@@ -316,7 +316,9 @@ def test_a_processor_of_your_own_is_asked_for_wherever_the_model_is_opened(
         'red is where blue was'
     )
     with pytest.raises(UsageError, match='an image processor of its own'):
-        export(asker, tmp_path / 'out', 'nanovlm')
+        export(asker, tmp_path / 'out')
+    with pytest.raises(UsageError, match='an image processor of its own'):
+        load(export(asker, tmp_path / 'weights', 'nanovlm'))
     assert (
         run(
             *tiny(

@@ -22,13 +22,14 @@ from PIL import Image
 from ..core.usage import aligned,require,say
 from ..core.fields import IGNORE
 from ..core.dist import pick_device
-from ..core.run_dir import CONFIG,own_parts_of,EXAMPLE,EXAMPLE_PICTURE,read_example
+from ..core.run_dir import CONFIG,EXAMPLE,EXAMPLE_PICTURE,read_example
 from ..core.run_dir import write_atomic
 from ..core.plots import finished,styled
 from ..model.generate import TextStreams
 from ..model.language import Reader
 from ..model.vlm import ModelClass,VisionLanguageModel,model_class
-from ..data.images import ImageProcessor,image_processor_of,image_size,open_image
+from ..data.images import ImageProcessor,image_processor_of,image_size,made_processor
+from ..data.images import open_image
 from ..data.prompts import encode_chat,encode_prompt,image_strings,place_pictures
 from ..data.values import as_list
 from ..data.files import as_picture
@@ -85,13 +86,11 @@ class Reply(str):
 # %% ../../nbs/55_answers.answer.ipynb #a5e40011
 def standard_processor(model:VisionLanguageModel)->Any: # of its class, else of the library
     "Returns what cuts pictures for a model; a UsageError if its run had an image processor of its own."
-    folder = model.folder
-    parts = own_parts_of(folder.parent) if folder else ()
     make = type(model).processor
     if make: return make(model.cfg, ())
     require(
-        'processor' not in parts,
-        f'{folder} was trained with an image processor of its own: bring it in '
+        'processor' not in model.made_with,
+        f'{model.folder} was trained with an image processor of its own: bring it in '
         'Python, load(checkpoint, processor=...); commands and exports do not have it'
     )
     return image_processor_of(model.cfg, ())
@@ -116,11 +115,12 @@ class Asker:
         cls,
         model:VisionLanguageModel,
         tokenizer=None, # None: the model's own
-        processor:Any=None, # cuts pictures; None: as the model's config says
+        processor:Any=None, # cuts pictures, or makes what does as for `train`; None: as the config says
     )->'Asker':
         "Returns an `Asker` around a model in memory."
-        if processor is None: processor = standard_processor(model)
-        return cls(model.eval(), tokenizer or model.tokenizer, processor)
+        if processor is None: made = standard_processor(model)
+        else: made = made_processor(processor, model.cfg)
+        return cls(model.eval(), tokenizer or model.tokenizer, made)
 
     @classmethod
     def from_checkpoint(
@@ -338,6 +338,12 @@ class Asker:
     )->torch.Tensor: # (n, lm_hidden_dim)
         """Returns a vector for each picture (the mean of its image tokens), text, or pair of both (the last
         hidden state)."""
+        for name,given in (('pictures',pictures), ('texts',texts)):
+            one = isinstance(given, (str,bytes,dict)) or not hasattr(given, '__len__')
+            require(
+                given is None or not one,
+                f'{name} is {given!r:.60}: give a list, with an entry for each vector'
+            )
         count = len(pictures if pictures is not None else texts or ())
         if pictures is None: pictures = [()]*count
         require(
@@ -357,12 +363,19 @@ class Asker:
             else: vectors.append(self.model.hidden(row, [tiles])[0,-1])
         return torch.stack(vectors)
 
+    def _noted(self):
+        "The model, whose files will say whether an image processor of your own is needed."
+        usual = self.image_processor==image_processor_of(self.model.cfg)
+        is_own = not (usual or type(self.model).processor)
+        self.model.made_with = ('processor',) if is_own else ()
+        return self.model
+
     def save(
         self,
         folder:str|Path, # made if missing
     )->Path: # `folder`
         "Writes the model as it is in memory, for `load`."
-        self.model.save_pretrained(folder, self.tokenizer)
+        self._noted().save_pretrained(folder, self.tokenizer)
         return Path(folder)
 
     def push_to_hub(
@@ -372,7 +385,7 @@ class Asker:
         api:Any=None, # an `HfApi`; None: the usual one
     )->None:
         "Uploads the model as it is in memory, with a card."
-        self.model.push_to_hub(repo_id, private, self.tokenizer, api)
+        self._noted().push_to_hub(repo_id, private, self.tokenizer, api)
 
     def ask(
         self,

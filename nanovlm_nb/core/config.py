@@ -71,6 +71,8 @@ class VLMConfig(Config):
     vit_pre_norm:bool = False # a layer norm before the first block, as in CLIP
     vit_post_norm:bool = True # a layer norm after the last block; patches of CLIP go without
     vit_activation:Literal['gelu_pytorch_tanh','gelu','quick_gelu'] = 'gelu_pytorch_tanh' # inside the MLP
+    # three convolutions make the patch vectors, not one matrix: a new tower learns more from few pictures
+    vit_conv_stem:bool = False
     # * backbone whose weights are loaded, hub name or directory: SigLIP, CLIP or DINOv2; None: a new tower.
     # Its sizes come with it: a tile is as large as the pictures that it was trained with, a picture has as
     # many tiles as before, and mp_pixel_shuffle_factor makes about 8 x 8 image tokens of a tile
@@ -157,6 +159,17 @@ class VLMConfig(Config):
     def n_patches(self)->int:
         "Patches of a tile."
         return self.patches_per_side**2
+
+    @property
+    def stem_convs(self)->list[tuple[int,int,int,int]]: # channels in and out, side of a window, stride
+        "Sizes of the three convolutions of `vit_conv_stem`, whose windows overlap."
+        width = self.vit_hidden_dim
+        channels = 3,width//4,width//2,width
+        strides = self.vit_patch_size//4,2,2
+        return [
+            (inside, outside, max(stride+1, 3), stride)
+            for inside,outside,stride in zip(channels, channels[1:], strides)
+        ]
 
     @property
     def native(self)->bool:
@@ -252,6 +265,11 @@ def _sizes_divide(c):
             f'{c.head_width}, but rotary embedding needs an even one: change it'),
         (c.vit_cls_flag or not c.vit_keep_patches,
             'vit_keep_patches without vit_cls_flag: set both'),
+        (c.vit_patch_size%4==0 or not c.vit_conv_stem,
+            f'vit_conv_stem makes patches whose side is a multiple of 4, not {c.vit_patch_size}: '
+            'change vit_patch_size, or leave vit_conv_stem out'),
+        (not (c.native and c.vit_conv_stem),
+            'vit_conv_stem is for towers of one size, not for image_convention qwen: leave it out'),
         (c.moe_top_k<=c.moe_experts,
             f'moe_top_k {c.moe_top_k} > moe_experts {c.moe_experts}: lower it')]
 
@@ -686,9 +704,10 @@ OF_RUN = {*'''lm_max_length vlm_load_backbone_weights vlm_checkpoint_path hf_rep
 BESIDE_WEIGHTS = {*'''vit_dropout vit_model_type lm_dropout moe_top_k moe_aux_weight lm_model_type
     lm_tokenizer lm_chat_template max_img_size resize_to_max_side_len min_pixels
     max_pixels pixel_mean pixel_std pixel_max'''.split()}
-OWN_FIELDS = {*'''vit_keep_patches vit_pre_norm vit_post_norm vit_activation lm_head_dim lm_qkv_bias
-    lm_qk_norm use_moe moe_experts moe_top_k moe_shared_experts moe_aux_weight mp_kind attn_backend init_std
-    loss_chunk_size pixel_mean pixel_std pixel_max image_convention min_pixels max_pixels vit_window_size
+OWN_FIELDS = {*'''vit_keep_patches vit_pre_norm vit_post_norm vit_activation vit_conv_stem lm_head_dim
+    lm_qkv_bias lm_qk_norm use_moe moe_experts moe_top_k moe_shared_experts moe_aux_weight mp_kind
+    attn_backend init_std loss_chunk_size
+    pixel_mean pixel_std pixel_max image_convention min_pixels max_pixels vit_window_size
     vit_full_blocks lm_mrope_sections'''.split()}
 
 def resume_rule(

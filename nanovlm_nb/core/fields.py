@@ -81,8 +81,9 @@ def rule_of(kind:Any)->tuple[type,str,Callable]:
     Of a list without a rule of its own they are those of its elements."""
     args = get_args(kind)
     outer = get_origin(kind)
-    if NoneType in args:
-        base,words,ok = rule_of(args[0])
+    others = [arg for arg in args if arg is not NoneType]
+    if NoneType in args and len(others)==1:
+        base,words,ok = rule_of(*others)
         if base is not str: words += ', or None'
         return base,words,ok
     if outer is list:
@@ -120,6 +121,12 @@ def as_type(name:str, value:Any, kind:Any)->Any:
     "Returns the value of a setting as its annotation says, or raises a UsageError with the rule in words."
     args = get_args(kind)
     base,words,ok = rule_of(kind)
+    of_what = get_origin(kind) is list or args and get_args(args[0])
+    require(
+        base in (*_BASIC,dict) or base is list and of_what,
+        f'{name} is a field of kind {kind}, which no file holds: annotate it as int, float, '
+        'bool, str, dict, a Literal of texts, list[int] and the like, or one with |None'
+    )
     if value is None and NoneType in args: return None
     if base is list:
         no_rule = get_origin(kind) is list
@@ -129,7 +136,7 @@ def as_type(name:str, value:Any, kind:Any)->Any:
         require(no_rule or ok(elements), f'{name} is {_short.repr(elements)}: give {words}')
         return elements
     if base is dict and isinstance(value, dict):
-        return {k:as_type(name, v, str) for k,v in value.items()} if args else value
+        return {k:as_type(name, v, args[1]) for k,v in value.items()} if args else value
     try:
         parsed = _read(value, base)
         if ok(parsed):

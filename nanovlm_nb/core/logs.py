@@ -329,10 +329,12 @@ def _open_wandb(
     entity:str|None=None,
     project:str='nanoVLM',
 )->_Service:
-    "Begins or resumes a run of Weights & Biases, with its settings."
+    "Begins or resumes a run of Weights & Biases, with its settings; a script's own goes on with these."
     import wandb
     mode = wandb_mode(wandb)
-    run:Any = wandb.init(
+    own:Any = wandb.run # that the script has begun, as in a sweep, and will finish
+    if own: own.config.update(config, allow_val_change=True)
+    run:Any = own or wandb.init(
         entity=entity,
         project=project,
         name=run_name,
@@ -348,7 +350,7 @@ def _open_wandb(
         lambda figures, step: run.log(
             figures, **({} if EVAL_AXIS in figures else dict(step=step))
         ),
-        lambda failed: run.finish(exit_code=int(failed)),
+        lambda failed: None if own else run.finish(exit_code=int(failed)),
         f'wandb {run.url}' if mode=='online' else f'wandb {mode}, in {run_dir}/wandb'
     )
 

@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['ENCODED', 'Picture', 'get_image_processor', 'resize_dims', 'UnreadableImage', 'open_header', 'image_size',
-           'open_image', 'split_tiles', 'global_view', 'ImageProcessor', 'image_processor_of', 'smart_resize']
+           'open_image', 'split_tiles', 'global_view', 'ImageProcessor', 'made_processor', 'image_processor_of',
+           'smart_resize']
 
 # %% ../../nbs/14_data.images.ipynb #ef90be04
 import io,math,os,random,re,stat,struct,warnings,zlib
@@ -373,6 +374,21 @@ class ImageProcessor:
 
 # %% ../../nbs/14_data.images.ipynb #92dfa853
 get_image_processor = ImageProcessor # nanoVLM's name
+
+def made_processor(
+    processor:Any, # cuts pictures, or makes what does: `processor(cfg, transforms)`
+    cfg:VLMConfig, # of the model
+    transforms:tuple[Callable,...]=(), # see `image_processor_of`
+)->ImageProcessor:
+    "What cuts pictures, of your own; a UsageError if it is no `ImageProcessor`."
+    made = processor
+    if not isinstance(processor, ImageProcessor): made = processor(cfg, transforms)
+    require(
+        isinstance(made, ImageProcessor),
+        f'the processor makes a {type(made).__name__}: give a class that extends '
+        'ImageProcessor, with `grid` and `__call__` of your own'
+    )
+    return made
 
 def image_processor_of(
     cfg:VLMConfig,

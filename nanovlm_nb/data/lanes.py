@@ -19,6 +19,7 @@ import numpy as np, torch
 from torch import Tensor
 from torch.utils.data import get_worker_info,IterableDataset
 
+from .values import as_json
 from .drops import Dropped
 from .samples import Plan,VQADataset
 from .packing import balanced_greedy_knapsack,pack
@@ -174,7 +175,8 @@ class _Reader(Iterator):
             self.rows = lane.source.rows_of(
                 lane.number, lane.lanes, self.epoch, self.at
             )
-        self.at,row = next(self.rows)
+        at,row = next(self.rows)
+        self.at = as_json(at, 'the position behind a row of the source')
         return self.at,row
 
 # %% ../../nbs/23_data.lanes.ipynb #f940ef01

@@ -30,7 +30,9 @@ from ..core.config import loader_workers
 from ..core.config import TrainConfig,VLMConfig
 from ..core.dist import check_socket_room,cores_of_rank,Dist,seed_worker,this_rank
 from ..core.tokenizer import check_tokenizer,get_tokenizer
-from .images import image_processor_of,open_image,UnreadableImage
+from .images import image_processor_of,made_processor,open_image
+from .images import UnreadableImage
+from .values import as_json
 from .drops import Dropped,Drops
 from .rows import RATINGS
 from .samples import VQADataset
@@ -58,21 +60,39 @@ def merge_states(states:list[dict])->dict: # `PackLoader.state_dict()` of every 
     return states[0]|dict(states=merged)
 
 # %% ../../nbs/25_data.loader.ipynb #5ac38594
+def _changes(
+    name:str, # of a part of a state
+    was:Any, # saved
+    now:Any,
+)->Iterator[str]:
+    "What is not as it was; what an older version did not save may be anything."
+    if isinstance(was, dict) and isinstance(now, dict):
+        for key,value in was.items():
+            yield from _changes(f'{name}.{key}', value, now.get(key))
+    elif isinstance(was, list) and isinstance(now, list) and len(was)==len(now):
+        for i,pair in enumerate(zip(was, now)):
+            yield from _changes(f'{name}[{i}]', *pair)
+    elif was==now or name.endswith('.digest') and was is None: return
+    elif name.endswith('.digest'):
+        yield (f'{name}: the rows are others than before, or in another order (a list that was shuffled, a '
+            'folder, a query: sort it, or give the shuffle a seed)')
+    else: yield f'{name} was {was!r}, is {now!r}'
+
 def _check_state(
     state:dict, # a saved one
     now:dict, # that of the loader that is to go on from it
 )->None:
     "Raise a UsageError that names what is not as it was."
-    later = f"set_epoch({state['epoch']+1}) to leave out the rest of epoch {state['epoch']}"
+    later = (f"set_epoch({state['epoch']+1}), or in a run force_resume, to leave out the rest of "
+        f"epoch {state['epoch']}")
     require(state['lanes']==now['lanes'],
         f"the state has {state['lanes']} lanes, this run has {now['lanes']}: "
         f"choose batch_size x gradient_accumulation_steps x ranks = {state['lanes']}, or {later}")
-    changed = []
-    for part in ('rules', 'source', 'samples'):
-        for name,was in state[part].items():
-            value = now[part].get(name)
-            if was!=value:
-                changed.append(f'{part}.{name} was {was!r}, is {value!r}')
+    changed = [
+        line
+        for part in ('rules', 'source', 'samples')
+        for line in _changes(part, state[part], now[part])
+    ]
     require(
         not changed,
         f"the order of the packs has changed: {'; '.join(changed)}. "
@@ -244,7 +264,7 @@ class PackLoader(Loader):
             lanes=self.n,
             epoch=self.epoch,
             rules=asdict(self.rules),
-            source=self.source.describe(),
+            source=as_json(self.source.describe(), 'what describe() of the source returns'),
             samples=_sample_settings(self.samples),
             states=states
         )
@@ -420,7 +440,7 @@ def make_samples(
     processor_of:Callable=image_processor_of, # makes what cuts pictures into tiles
 )->VQADataset:
     "What makes samples of rows, as a config says."
-    processor = processor_of(vlm_cfg, tuple(custom_transforms))
+    processor = made_processor(processor_of, vlm_cfg, tuple(custom_transforms))
     names = [
         *(f'{name}_min_rating' for name in RATINGS),
         'max_sample_length',

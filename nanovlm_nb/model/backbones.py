@@ -326,7 +326,7 @@ def _shuffle_factor(side:int)->int: # patches along a side of a tile
 
 def _tower_fields(cfg:VLMConfig)->dict[str,Any]: # names a vision backbone
     "Returns its numbers, and what of tiles and of a CLIP's or a DINOv2's pixels follows from it."
-    numbers = vision_config(cfg.vit_model_type)
+    numbers = vision_config(cfg.vit_model_type)|dict(vit_conv_stem=False)
     if 'vit_img_size' in cfg.given:
         numbers['vit_img_size'] = cfg.vit_img_size
     tile = numbers['vit_img_size']

@@ -20,10 +20,10 @@ from safetensors import safe_open,SafetensorError
 from torch import Tensor
 
 from ..core.usage import MissingFile,near_path,require,UsageError
-from ..core.run_dir import find_checkpoint,share_files,system_errors
+from ..core.run_dir import find_checkpoint,OWN_PARTS,share_files,system_errors
 
 # %% ../../nbs/33_model.files.ipynb #f72cf321
-HUB_FILES = ['*.json','*.jinja','model*.safetensors'] # of a checkpoint on the hub
+HUB_FILES = ['*.json','*.jinja','model*.safetensors',OWN_PARTS] # of a checkpoint on the hub
 
 def resolve_checkpoint(
     name:str|Path, # directory of a checkpoint or of a run, or name on the hub

@@ -58,6 +58,24 @@ DRIVERS = dict(
 TOWER_PAIRS = dict(windows='window_pairs', pictures='picture_pairs')
 COMPONENTS = ('MP','vision_encoder','decoder') # attributes of the model that can train
 
+# %% ../../nbs/40_model.flops.ipynb #57e30011
+def _patch_flops(
+    cfg:VLMConfig,
+    trained:bool=True, # the tower learns
+)->_Flops: # of one tile
+    "Returns the cost of the patch vectors, by one matrix or by the convolutions of `vit_conv_stem`."
+    if not cfg.vit_conv_stem:
+        weights = 3*cfg.vit_patch_size**2*cfg.vit_hidden_dim
+        return _matrix_flops(weights, trained, False).times(cfg.n_patches)
+    side = cfg.vit_img_size
+    total = _Flops()
+    for inside,outside,window,stride in cfg.stem_convs:
+        side //= stride
+        passed = trained and inside>3
+        conv = _matrix_flops(window**2*inside*outside, trained, passed)
+        total = total.plus(conv.times(side**2))
+    return total
+
 # %% ../../nbs/40_model.flops.ipynb #4642b89b
 def _vision_flops(
     cfg:VLMConfig,
@@ -71,14 +89,13 @@ def _vision_flops(
     I = cfg.vit_inter_dim
     passed = trained or adapters>0
     beside = _matrix_flops(adapters, True, True)
-    patch = _matrix_flops(3*cfg.vit_patch_size**2*D, trained, False).plus(beside)
     block = _matrix_flops(4*D*D + (2+cfg.native)*D*I, trained, passed) # native: a gated MLP
     mixing = _Flops() if cfg.native else _Flops(4*P*D, 8*P*D*passed)
     repeated = _Flops(
         0, 0, (block.forward+mixing.forward-2*D*I)*(checkpointing and passed)
     )
     blocks = block.plus(mixing).plus(repeated).times(cfg.vit_n_blocks*P)
-    return patch.times(cfg.n_patches).plus(blocks)
+    return _patch_flops(cfg, trained).plus(beside.times(cfg.n_patches)).plus(blocks)
 
 # %% ../../nbs/40_model.flops.ipynb #45dda643
 def _projector_flops(

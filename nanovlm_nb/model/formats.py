@@ -58,6 +58,7 @@ SMOLVLM_CAN:dict[str,Any] = dict(
     vit_cls_flag=False,
     vit_pre_norm=False,
     vit_post_norm=True,
+    vit_conv_stem=False,
     mp_kind='linear'
 )
 

@@ -4,11 +4,13 @@
 
 # %% ../../nbs/32_model.loss.ipynb #a001601a
 from __future__ import annotations
+import logging
 from collections.abc import Callable,Mapping,Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from inspect import signature
 from itertools import accumulate,chain
+from math import isclose
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ from torch import Tensor
 from ..core.usage import UsageError,require
 
 # %% auto #0
-__all__ = ['ChunkedCrossEntropy', 'cross_entropy', 'Targets', 'sees_batch']
+__all__ = ['ChunkedCrossEntropy', 'cross_entropy', 'Targets', 'sees_batch', 'checked_call']
 
 # %% ../../nbs/32_model.loss.ipynb #be52ee06
 def _chunk(
@@ -154,3 +156,43 @@ class Targets:
 def sees_batch(loss:Callable)->bool:
     "Returns whether a loss has a parameter `batch`."
     return loss is not cross_entropy and 'batch' in signature(loss).parameters
+
+# %% ../../nbs/32_model.loss.ipynb #a001a006
+_RETURNED = 'a loss returns two tensors: the sum over its targets, a scalar, and the loss of each target, (n,)'
+
+def checked_call(
+    loss:Callable, # of your own
+    *args:Any, # hidden states, head, targets and what else it gets
+    **named:Any,
+)->tuple[Tensor,Tensor]: # what it returns
+    "Calls a loss; a UsageError if it cannot be called, or does not return a sum and the losses of the targets."
+    try: signature(loss).bind(*args, **named)
+    except TypeError as e:
+        raise UsageError(
+            f'the loss cannot be called ({e}): write it as loss(rows, head, targets, *_), '
+            'or as loss(rows, head, targets, *, batch)'
+        ) from e
+    result = loss(*args, **named)
+    parts = result if isinstance(result, (tuple, list)) else [result]
+    found = [
+        [*part.shape] if isinstance(part, Tensor) else type(part).__name__
+        for part in parts
+    ]
+    n = len(args[0])
+    require(
+        found == [[], [n]],
+        f'the loss returned {found} for {n} targets, and {_RETURNED}'
+    )
+    total = float(parts[0].detach())
+    summed = float(parts[1].detach().float().sum())
+    if isclose(total, summed, rel_tol=.01): return result
+    require(
+        not isclose(total, summed/n, rel_tol=.01),
+        f'the loss returned the mean of {n} targets, {total:.4g}: return the sum, which '
+        'the trainer divides by the targets of the whole update'
+    )
+    logging.getLogger(__name__).warning(
+        'the loss returned %.4g, and the losses of its targets sum to %.4g: see that it is '
+        'a sum over targets, of whatever you weigh or add', total, summed
+    )
+    return result

@@ -21,7 +21,7 @@ from huggingface_hub import HfApi
 from torch import nn,Tensor
 
 from ..core.usage import MissingFile,require,UsageError
-from ..core.run_dir import check_files,file_digest,own_parts_of
+from ..core.run_dir import check_files,file_digest,OWN_PARTS,own_parts_of
 from ..core.config import evolve,VLMConfig
 from ..core.draws import undrawn
 from ..core.tokenizer import get_tokenizer,save_tokenizer
@@ -42,7 +42,8 @@ OWNED = (
     'tokenizer.json',
     'tokenizer_config.json',
     LORA_NOTE,
-    LORA_WEIGHTS
+    LORA_WEIGHTS,
+    OWN_PARTS
 )
 
 def _write_weights(
@@ -149,12 +150,19 @@ tags: [vision-language, nanovlm_nb]
 A vision-language model in nanoVLM's format, made with `nanovlm_nb`.
 
 ```python
-from nanovlm_nb.model.vlm import VisionLanguageModel
-model = VisionLanguageModel.from_pretrained('{repo_id}')
+{load}
 ```
 
 {more}
 """
+_LOAD = """from nanovlm_nb.model.vlm import VisionLanguageModel
+model = VisionLanguageModel.from_pretrained('{repo_id}')"""
+_LOAD_OWN = """from nanovlm_nb import load
+from YOUR_FILE import {name} # the class of this model, which is not in the library
+model = load('{repo_id}', model={name})"""
+_NEEDS_PROCESSOR = """from nanovlm_nb import load
+# pictures are cut by an image processor that is not in the library
+model = load('{repo_id}', processor=YOUR_PROCESSOR)"""
 UNTOLD = (
     '## Training\n\nNothing is recorded: '
     'the weights were uploaded from memory, without the directory of a run.'
@@ -255,6 +263,11 @@ def _write_adapters(
     (folder/LORA_NOTE).write_text(text, encoding='utf-8')
 
 # %% ../../nbs/37_model.pretrained.ipynb #49311d04
+def _own_parts_in(folder):
+    "Returns the names of parts of your own that a saved model needs; in the cache of the hub it is a link."
+    file = folder/OWN_PARTS
+    return file.read_text(encoding='utf-8').split() if file.is_file() else []
+
 class Pretrained(nn.Module):
     "Loading, saving and publishing, for a model with `cfg` and `tokenizer_source`."
     config_class:type[VLMConfig] = VLMConfig # what config.json holds
@@ -262,6 +275,7 @@ class Pretrained(nn.Module):
     processor:Callable|None = None
     lora_note:dict[str,Any]|None = None # what `LORA_NOTE` will hold, if the model has adapters
     folder:Path|None = None # that it was read from
+    made_with:tuple[str,...] = () # parts of your own that whoever opens it needs, see `OWN_PARTS`
     unread:Tensors|None = None # weights that are still in their files, see `read`
     _tokenizer:Any = None # once it is loaded
     _keys_to_ignore_on_save = None # transformers' Trainer reads it
@@ -301,6 +315,8 @@ class Pretrained(nn.Module):
             check_names(model, state, str(path))
         model.unread = state
         model.folder = folder
+        parts = [*own_parts_of(folder.parent), *_own_parts_in(folder)]
+        model.made_with = ('processor',) if 'processor' in parts else ()
         model.tokenizer_source = find_tokenizer(folder, model.cfg.lm_tokenizer)
         return (model.read() if read else model).eval()
 
@@ -354,6 +370,8 @@ class Pretrained(nn.Module):
                 _write_adapters(tmp, state, self.lora_note, known_as or save_directory)
             else: _write_weights(tmp, state, cfg.lm_tie_weights)
             if not from_hub: save_tokenizer(tokenizer, tmp)
+            if self.made_with:
+                (tmp/OWN_PARTS).write_text('\n'.join(self.made_with)+'\n', encoding='utf-8')
 
     def push_to_hub(self,
         repo_id:str, # e.g. 'name/my-vlm', made if missing
@@ -371,7 +389,10 @@ class Pretrained(nn.Module):
         api = api or HfApi()
         with tempfile.TemporaryDirectory() as tmp:
             self.save_pretrained(tmp, tokenizer, known_as=repo_id)
-            card = MODEL_CARD.format(repo_id=repo_id, more=training)
+            load = _NEEDS_PROCESSOR if self.made_with else _LOAD
+            if not type(self).__module__.startswith('nanovlm_nb.'): load = _LOAD_OWN
+            load = load.format(repo_id=repo_id, name=type(self).__name__)
+            card = MODEL_CARD.format(repo_id=repo_id, load=load, more=training)
             (Path(tmp)/'README.md').write_text(card, encoding='utf-8')
             api.create_repo(repo_id, private=private, exist_ok=True)
             api.upload_folder(

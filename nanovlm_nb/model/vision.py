@@ -69,9 +69,9 @@ class ViTPatchEmbeddings(nn.Module):
     def __init__(self, cfg:VLMConfig): # reads the `vit_*` fields
         super().__init__()
         width = cfg.vit_hidden_dim
-        self.conv = nn.Conv2d(
-            3, width, kernel_size=cfg.vit_patch_size, stride=cfg.vit_patch_size
-        )
+        patch = cfg.vit_patch_size
+        self.conv:nn.Module = nn.Conv2d(3, width, kernel_size=patch, stride=patch)
+        if cfg.vit_conv_stem: self.conv = _conv_stem(cfg)
         self.cls_token = nn.Parameter(torch.zeros(1, 1, width)) if cfg.vit_cls_flag else None
         self.position_embedding = nn.Parameter(
             torch.zeros(1, cfg.n_patches+cfg.vit_cls_flag, width)
@@ -84,6 +84,20 @@ class ViTPatchEmbeddings(nn.Module):
         if self.cls_token is not None:
             x = torch.cat([self.cls_token.expand(len(x), -1, -1), x], 1)
         return x+self.position_embedding
+
+# %% ../../nbs/29_model.vision.ipynb #57e30002
+def _conv_stem(
+    cfg:VLMConfig, # reads `stem_convs`
+)->nn.Sequential: # (N, 3, S, S) -> (N, D, S/patch, S/patch)
+    "Returns convolutions, each followed by a norm over the whole tile and by an activation."
+    layers:list[nn.Module] = []
+    for inside,outside,window,stride in cfg.stem_convs:
+        layers += [
+            nn.Conv2d(inside, outside, window, stride, padding=1),
+            nn.GroupNorm(1, outside),
+            nn.GELU()
+        ]
+    return nn.Sequential(*layers)
 
 # %% ../../nbs/29_model.vision.ipynb #794683b8
 class ViTMultiHeadAttention(nn.Module):

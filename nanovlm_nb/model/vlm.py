@@ -22,7 +22,7 @@ from ..core.layout import Layout, Tiles, check_targets, slot_error
 from .vision import stack_tiles,to_pixels
 from .language import Reader
 from .native import build_parts
-from .loss import Targets,cross_entropy,sees_batch
+from .loss import Targets,checked_call,cross_entropy,sees_batch
 from .generate import sample, stream_ids
 from .files import Tensors
 from .backbones import backbone_fields,language_weights
@@ -56,6 +56,10 @@ def trains(module:nn.Module)->bool: # False if it has no parameters
 # %% ../../nbs/39_model.vlm.ipynb #21109f2b
 class VLMNet(nn.Module):
     "Vision encoder, projector and language model joined: ids and tiles in, scores or a loss out."
+    vision_encoder:nn.Module
+    MP:nn.Module # the projector
+    decoder:Any # language model, the library's or one of your own
+
     def __init__(
         self,
         cfg:VLMConfig, # sizes of all parts
@@ -67,6 +71,7 @@ class VLMNet(nn.Module):
         self.target_losses = None # loss of each target of the last batch, (n,) without graph, for statistics
         # or a loss of your own, which also returns a sum, and the losses of all targets
         self.cross_entropy:Any = cross_entropy
+        self.loss_checked = False # whether a loss of your own has been called
         self.features:Any = None # a `FeatureCache`
         self.tile_multiple = 1 # see `to_pixels`
         self.n_outputs = cfg.lm_vocab_size # every target is below it
@@ -219,13 +224,17 @@ class VLMNet(nn.Module):
         if layout.at is None: return logits, None
         rows = states.flatten(0, 1).index_select(0, layout.at)
         head = self.head.weight
+        loss_of = self.cross_entropy
+        if loss_of is not cross_entropy and not self.loss_checked and len(rows)>1:
+            loss_of = partial(checked_call, loss_of)
+            self.loss_checked = True
         if sees_batch(self.cross_entropy):
             inputs = dict(input_ids=input_ids, images=images, layout=layout)
-            loss, self.target_losses = self.cross_entropy(
+            loss, self.target_losses = loss_of(
                 rows, head, layout.targets, batch=batch or Targets.of(inputs)
             )
         else:
-            loss, self.target_losses = self.cross_entropy(
+            loss, self.target_losses = loss_of(
                 rows, head, layout.targets, self.cfg.loss_chunk_size, 'sum'
             )
         if reduction == 'mean': loss = loss/max(len(rows), 1)

@@ -14,7 +14,7 @@ from pathlib import Path
 from ..core.usage import require
 from ..core.run_dir import abandoned_folder,ASIDE,BEST,check_run_dir,check_way,CLASSIFY
 from ..core.run_dir import left_behind,LOG,missing_pieces,own_parts_of,read_log
-from ..core.run_dir import read_pointer,read_state,set_aside,WANDB_ID,write_atomic
+from ..core.run_dir import read_pointer,read_state,remove,set_aside,TMP,WANDB_ID,write_atomic
 from ..core.run_dir import write_pointer
 from ..core.config import CAREFUL,FINE,Length,REFUSED,resume_rule,TrainConfig,VLMConfig
 from ..training.schedule import get_schedule
@@ -37,7 +37,8 @@ def go_back(
     run_dir:Path, # of a run that is locked
     checkpoint:Path|None, # one of its checkpoints; None: the beginning
 )->Path|None: # where newer ones were set aside; None: there are none
-    "Makes a checkpoint the current one of its run."
+    "Makes a checkpoint the current one of its run; what a killed start was writing or deleting goes."
+    for unfinished in run_dir.glob(f'step_*{TMP}'): remove(unfinished)
     newer = left_behind(run_dir, checkpoint)
     folder = run_dir/ASIDE
     if newer:

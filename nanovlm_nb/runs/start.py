@@ -171,11 +171,15 @@ def _with_sizes(vlm_cfg:VLMConfig, start:Start)->VLMConfig:
     """Returns the model with the sizes of the weights that a start begins with, where they were not given; a
     UsageError where another size was given. A run that resumes has its own, and `_check_resume` compares."""
     kind = start.kind
-    all_fields = {f.name for f in fields(VLMConfig)}
+    all_fields = {f.name for f in fields(vlm_cfg)}
     changes:dict[str,Any] = {}
     if kind=='resume':
         saved = start.state['configs']['vlm']
-        free = all_fields-vlm_cfg.given-OF_RUN
+        known = {name:saved[name] for name in all_fields&saved.keys()}
+        # what follows from fields of a class of your own follows anew, and is no change of its own
+        follows = type(vlm_cfg)(**known).derived().items()
+        followed = {name for name,value in follows if known.get(name)==value}
+        free = all_fields-vlm_cfg.given-OF_RUN-followed
         for name,value in saved.items():
             if name in free and value!=getattr(vlm_cfg, name):
                 changes[name] = value

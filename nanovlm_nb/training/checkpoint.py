@@ -176,6 +176,20 @@ def snapshot(
 # %% ../../nbs/48_training.checkpoint.ipynb #b442f527
 HOOKS = 'hooks.safetensors' # tensors that hooks remember
 
+def _apart(
+    hooks:dict[str,dict], # name -> what it remembers
+)->tuple[dict,dict[str,Tensor]]: # the same with None for tensors, and the tensors, as 'Hook.key'
+    "Returns what goes into a file of JSON, and what goes into one of tensors."
+    plain:dict = {}
+    tensors = {}
+    for hook,remembered in hooks.items():
+        plain[hook] = dict(remembered)
+        for key,value in remembered.items():
+            if not isinstance(value, Tensor): continue
+            tensors[f'{hook}.{key}'] = value
+            plain[hook][key] = None
+    return plain,tensors
+
 def _write_model(weights, model, tmp, final, tokenizer, dist):
     "Rank 0 writes the model, of whose weights all ranks may have a piece."
     # a tokenizer of its own lies in the checkpoint, whose final path the config names
@@ -195,13 +209,9 @@ def _write_parts(parts, tmp, state, dist):
                 json.dumps(parts['rng'])+'\n', encoding='utf-8'
             )
         if dist.is_master:
-            tensors = {}
-            for hook,remembered in state.get('hooks', {}).items():
-                for key,value in remembered.items():
-                    if isinstance(value, Tensor):
-                        tensors[f'{hook}.{key}'] = value
+            hooks,tensors = _apart(state.get('hooks', {}))
             if tensors: save_file(tensors, tmp/HOOKS)
-            text = json.dumps(state, indent=1, default=lambda tensor: None)
+            text = json.dumps(state|dict(hooks=hooks), indent=1)
             (tmp/TRAINER_STATE).write_text(text+'\n', encoding='utf-8')
     names = (f'rng_{dist.rank}.json',f'optimizer/rank_{dist.rank}.safetensors')
     return file_digests(tmp, [name for name in names if (tmp/name).is_file()])

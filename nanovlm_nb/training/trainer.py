@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from dataclasses import asdict,dataclass,field,fields
 from functools import partial
 from itertools import chain,islice
-from math import inf,isfinite,log
+from math import inf,isfinite,isnan,log
 from pathlib import Path
 from statistics import median
 from typing import Any,Literal
@@ -34,6 +34,8 @@ from ..core.clock import Clock
 from ..model.loss import Targets,sees_batch
 from ..model.vision import stack_tiles
 from ..model.pretrained import checkpoint_weights
+from ..model.vlm import VisionLanguageModel
+from ..data.values import as_json
 from ..data.packing import Batch
 from ..data.loader import Loader,as_loader,merge_states
 from .schedule import get_schedule
@@ -71,7 +73,7 @@ class Counters:
 class Trainer(Counters):
     "A training run on one rank: its parts, and what this start has done."
     model:nn.Module # what computes: plain, in DDP, or sharded
-    base:nn.Module # the same without DDP: what is validated and saved
+    base:VisionLanguageModel # the same without DDP: what is validated and saved
     cfg:TrainConfig # length, rates, limits
     loader:Loader # this rank's micro-batches of an epoch
     held_out:Loader # likewise, for validation
@@ -165,6 +167,24 @@ class NoLog:
     info = length = cut = log
 
 # %% ../../nbs/49_training.trainer.ipynb #c1635b7a
+def _check_parts(hooks, schedule, optimizer): # see `make_trainer`
+    "Raises a UsageError where a part of a user's own is not of its kind."
+    for hook in hooks:
+        require(
+            isinstance(hook, Hook),
+            f'hooks holds {hook!r:.60}: give objects of classes that extend Hook'
+        )
+    require(
+        schedule is None or callable(schedule) or isinstance(schedule, dict),
+        f'schedule is {schedule!r:.60}: give a function (step, max_lr, max_steps), '
+        'or name one of the library by lr_schedule'
+    )
+    require(
+        not isinstance(optimizer, type),
+        f'optimizer is the class {getattr(optimizer, "__name__", "")}: give a function '
+        'optimizer(model, train_cfg) that makes one, see training_groups'
+    )
+
 def make_trainer(
     model:nn.Module, # a `VisionLanguageModel`
     cfg:TrainConfig, # how to train it
@@ -178,13 +198,15 @@ def make_trainer(
     optimizer:Callable|None=None, # None: that of the config
 )->Trainer: # at update 0
     "Puts the parts of a run together."
+    hooks = [*hooks]
+    _check_parts(hooks, schedule, optimizer)
     dtype = amp_dtype(dist.device, cfg.dtype)
     clock = Clock()
     loader = as_loader(loader)
     model.tile_multiple = cfg.tile_multiple or (8 if dist.device.type=='cuda' else 1)
     if cfg.compile:
         compile_blocks(model) # None is decided when the length of the run is known
-    base = shard_model(
+    base:Any = shard_model(
         model,
         dist,
         cfg.sharding,
@@ -193,6 +215,7 @@ def make_trainer(
         cfg.reduce_every_micro_batch
     )
     read_rest(base, dist)
+    base.made_with = () # the directory of the run says it
     base.vision_encoder.recompute = cfg.vision_checkpointing
     base.decoder.recompute = cfg.language_checkpointing
     if tokenizer is not None:
@@ -614,6 +637,19 @@ class Validate(Hook):
         "Returns the figures of a validation."
         return _validation(trainer)
 
+    def _figure(self, trainer:Trainer)->float:
+        "Returns the figure of the judge; a UsageError if it is no number."
+        assert self.by
+        figure = self.by(trainer)
+        try: number = float(figure)
+        except (TypeError, ValueError) as e:
+            raise UsageError(
+                f'the judge {self.name} returned {figure!r:.60}: return a number'
+            ) from e
+        if isnan(number):
+            trainer.log.info(f'the judge {self.name} returned nan, which is never the best')
+        return number
+
     def note(
         self,
         trainer:Trainer,
@@ -622,7 +658,7 @@ class Validate(Hook):
         "Keeps the figures of the best model."
         name = self.name
         if self.by:
-            figures[name] = trainer.dist.broadcast(self.by(trainer)) # one judgement for all ranks
+            figures[name] = trainer.dist.broadcast(self._figure(trainer)) # one for all ranks
         sign = -1 if self.by and self.by.mode=='max' else 1
         sure = 0. if self.by else figures.get('val_sure', 0.)
         # the smaller pair is better: first the share of sure answers, in per cent, then the figure
@@ -726,7 +762,9 @@ def state_dict(trainer:Trainer)->dict[str,Any]: # JSON-able but for tensors of h
     "Returns what a run resumes from, besides weights, optimizer and random generators."
     position = trainer.feed.state_dict()
     if position is not None:
-        position = merge_states(trainer.dist.gather(position))
+        position = as_json(
+            merge_states(trainer.dist.gather(position)), 'the position of the loader'
+        )
     counters = {
         counter.name:getattr(trainer, counter.name) for counter in fields(Counters)
     }

@@ -573,7 +573,8 @@ class ValidateClasses(Validate):
             )
         figures |= self.best|dict(best_step=self.best['best_model_step'])
         if is_best and trainer.dist.is_master:
-            names = trainer.base.cfg.class_names
+            cfg:Any = trainer.base.cfg
+            names = cfg.class_names
             title = f'update {trainer.step}: {accuracy:.1%} right'
             matrix = _confusion(self.judged, len(names))
             plot_confusion(matrix, names, trainer.log.run_dir/'confusion.png', title)
@@ -791,16 +792,17 @@ def _new_sizes(side:int, # of the pictures, pixels
     given:dict={})->dict: # fields of `VLMConfig` that stay; with those that go with them
     "Returns the sizes of a small model for pictures of one tile, which becomes one image token."
     side = given.get('vit_img_size', side)
-    patch = given.get('vit_patch_size', -(-side//8))
+    patch = given.get('vit_patch_size', 4*-(-side//32)) # at most 8 x 8 patches
     across = -(-side//patch)
     return dict(
         vit_img_size=patch*across,
         max_img_size=patch*across,
         vit_patch_size=patch,
+        vit_conv_stem=patch%4==0,
         mp_pixel_shuffle_factor=across,
         vit_hidden_dim=64,
         vit_n_heads=2,
-        vit_n_blocks=3,
+        vit_n_blocks=1,
         lm_hidden_dim=64,
         lm_inter_dim=128,
         lm_n_heads=2,
@@ -820,13 +822,15 @@ def _suited(settings:Settings, data:_ClassData)->Settings: # as given
         gradient_accumulation_steps=1,
         eval_log_freq=max(shown*len(data.train)//320, 50)
     )
-    usual = dict(
-        betas=[.9,.99], min_lr_ratio=.01, random_crop=.9 if shown>=10 else None
-    )
+    usual:dict[str,Any] = dict(betas=[.9,.99], min_lr_ratio=.01)
+    dropout = {}
+    if shown>=10: # else they would be learned by heart
+        usual |= dict(random_crop=.9)
+        dropout = dict(vit_dropout=.1, lm_dropout=.1)
     return evolve(
         settings,
         name='shapes', # whose tokenizer and initial weights it has
-        vlm=_new_sizes(_longest_side(data.train.pictures()), settings.vlm),
+        vlm=dropout|_new_sizes(_longest_side(data.train.pictures()), settings.vlm),
         train=usual|settings.train,
         **{key:value for key,value in run.items() if key not in settings.given}
     )

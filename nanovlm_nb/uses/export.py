@@ -218,8 +218,8 @@ def check_exportable(
     kind:str, # format to write
 )->None:
     "Raises a UsageError where no other program does what a model of your own does."
+    if kind=='nanovlm': return # what it needs of your own stands beside it
     processor = standard_processor(model) # or a UsageError
-    if kind=='nanovlm': return
     require(
         processor==image_processor_of(model.cfg),
         f'this model has an image processor of its own, which {kind} cannot hold: '
@@ -582,6 +582,7 @@ def export_model(
         elif kind=='gguf': export_gguf(opened, folder, outtype)
         elif kind=='qwen2_5_vl': export_qwen(opened, folder)
         else: export_smolvlm(opened, folder, kind)
-    say(f'{folder}: {kind}')
+    needs = ', which needs its own image processor' if opened.made_with else ''
+    say(f'{folder}: {kind}{needs}')
     if kind in WHOLE and opened.cfg.image_convention=='nanovlm':
         sys.stderr.write(f'{folder}: {NO_PROCESSOR}\n')
