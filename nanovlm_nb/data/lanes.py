@@ -80,7 +80,7 @@ def _open_window(
     rows:Iterator, # (position of the source after it, row)
     start:Any, # position of the source where the window begins
     packs_before:int, # packs of this epoch from earlier windows
-)->Iterator[_Window]: # one window, again and again
+)->Iterator[_Window]: # the same object after each row, so that the caller can pause
     "Yields the growing window: empty first, then after each row, until it is full or the rows end."
     rules = lane.rules
     # small at first, so that training starts soon; windows grow with the packs so far

@@ -360,7 +360,7 @@ def _answer_spans(
                 f'the chat template changed the turn {answer["content"][:40]!r}: '
                 'its answer cannot be found'
             )
-        # the first question, and of those the longest
+        # two fit the last answer of Phi-3, which ends with one more token: the longer one counts
         _, begin, cursor = min(candidates, key=lambda c: (c[0], -c[2]))
         spans.append((begin, cursor))
     return spans

@@ -52,7 +52,7 @@ class RotaryEmbedding(nn.Module):
             'inv_freq', 1/cfg.lm_re_base**(torch.arange(0, width, 2)/width)
         )
         self.scaling = cfg.lm_attn_scaling # 1, but for models made to read longer texts
-        self.sections = cfg.lm_mrope_sections # pairs that turn by time, row and column
+        self.sections = cfg.lm_mrope_sections # pairs that turn by time, row and column; may be empty
 
     def _apply(self, fn, recurse=True): # a model that becomes bfloat16 keeps exact speeds
         exact = self.inv_freq

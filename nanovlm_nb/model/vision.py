@@ -204,7 +204,7 @@ class ViT(nn.Module):
         self.dropout = nn.Dropout(cfg.vit_dropout)
         self.blocks = nn.ModuleList(ViTBlock(cfg) for _ in range(cfg.vit_n_blocks))
         def norm():
-            return nn.LayerNorm(cfg.vit_hidden_dim, eps=cfg.vit_ln_eps)
+            return LayerNorm(cfg.vit_hidden_dim, eps=cfg.vit_ln_eps)
         self.pre_norm = norm() if cfg.vit_pre_norm else nn.Identity()
         self.layer_norm = norm() if cfg.vit_post_norm else nn.Identity()
         self.apply(partial(init_weights, std=cfg.init_std))
@@ -248,7 +248,7 @@ class ModalityProjector(nn.Module):
         self.norm:nn.Module = nn.Identity()
         self.out:nn.Module = nn.Identity()
         if cfg.mp_kind=='mlp':
-            self.norm = nn.LayerNorm(width)
+            self.norm = LayerNorm(width)
             second = _linear(cfg.lm_hidden_dim, cfg.lm_hidden_dim, True, cfg.init_std)
             self.out = nn.Sequential(nn.GELU(), second)
 

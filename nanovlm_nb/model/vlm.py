@@ -94,7 +94,7 @@ class VLMNet(nn.Module):
         places:Tiles|None=None, # where they are in their pictures, if these are grids
     )->Tensor: # (N, P, vit_hidden_dim)
         "Returns features of tiles."
-        # on the device of the model even if other weights of a sharded one are put away on the CPU
+        # the CPU may hold other weights (offloading)
         weight = self.decoder.token_embedding.weight
         mean = self.cfg.pixel_mean
         std = self.cfg.pixel_std
