@@ -751,7 +751,15 @@ def _start(settings):
     tokenizer is looked for. What a run began with may be gone once it has a checkpoint."""
     name = settings.name
     if name in PRESETS:
-        return evolve(preset(name)[0], **settings.vlm),None,None
+        cfg = evolve(preset(name)[0], **settings.vlm)
+        for field in ('vit_model_type','lm_model_type'):
+            require(
+                field not in settings.vlm or cfg.vlm_load_backbone_weights,
+                f'{field} is {settings.vlm.get(field)}, but this model begins with random numbers and would '
+                'not read it. With a named tower, ask a question instead of sorting: '
+                'train(rows, vit_model_type=..., lr_vision_backbone=0, cache_features=True)'
+            )
+        return cfg,None,None
     resumed = None
     if settings.train.get('resume'):
         run_dir = run_path(
