@@ -165,10 +165,15 @@ def verdict(scores:dict[str,dict])->str: # from `compare_answers`; '': the answe
             f'pictures: all are right, and {rival} {_WITHOUT_LOOKING[best]}; '
             'set more rows aside (val_size)'
         )
+    found = f'{right} of {count} are right, and {rival} {_WITHOUT_LOOKING[best]}'
     text = (
-        f'the answers do not beat guessing: {right} of {count} are right, and {rival} '
-        f'{_WITHOUT_LOOKING[best]} (a difference of up to {chance:.0f} is chance)'
+        f'the answers do not beat guessing: {found} (a difference of up to {chance:.0f} is chance)'
     )
+    if right>rival:
+        text = (
+            f'{count} questions are too few to tell whether the answers beat guessing: {found}, and a '
+            f'difference of up to {chance:.0f} is chance; set more rows aside (val_size)'
+        )
     helped,pairs = scores.get('picture helps', {}).get('all', (0,0))
     if helped-pairs/2<=sqrt(pairs): return text
     return (

@@ -158,14 +158,17 @@ def sees_batch(loss:Callable)->bool:
     return loss is not cross_entropy and 'batch' in signature(loss).parameters
 
 # %% ../../nbs/32_model.loss.ipynb #a001a006
-_RETURNED = 'a loss returns two tensors: the sum over its targets, a scalar, and the loss of each target, (n,)'
+_RETURNED = (
+    'a loss returns two tensors: the sum over its targets, a scalar, '
+    'and the loss of each target, (n,)'
+)
 
 def checked_call(
     loss:Callable, # of your own
     *args:Any, # hidden states, head, targets and what else it gets
     **named:Any,
 )->tuple[Tensor,Tensor]: # what it returns
-    "Calls a loss; a UsageError if it cannot be called, or does not return a sum and the losses of the targets."
+    "Calls a loss; a UsageError unless it returns a sum and the losses of the targets."
     try: signature(loss).bind(*args, **named)
     except TypeError as e:
         raise UsageError(
