@@ -155,6 +155,7 @@ class Loader:
 # %% ../../nbs/25_data.loader.ipynb #29c97764
 class PackLoader(Loader):
     "This rank's micro-batches of an epoch; its position is a small dictionary."
+    over = False # whether the epoch was read to its end
 
     def __init__(
         self,
@@ -219,7 +220,7 @@ class PackLoader(Loader):
     def set_epoch(self, epoch:int)->None: # from 0
         "Go to the beginning of an epoch."
         self.epoch = epoch
-        self.over = False # whether it was read to its end
+        self.over = False
         self.states = [LaneState(epoch)]*len(self.lanes)
 
     def keep(self, packs:int)->None: # of all ranks, of each epoch from now on
