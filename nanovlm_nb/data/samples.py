@@ -46,8 +46,8 @@ def _in_place(array):
         number = np.int64 if pa.types.is_large_binary(kind) else np.int32
         first = array.offset
         at = np.frombuffer(ends, number)[first:first+len(array)+1].tolist()
-        file = memoryview(data or b'').cast('B')
-        values = [file[a:b] for a,b in zip(at, at[1:])]
+        content = memoryview(data or b'').cast('B') # of all values, one after the other
+        values = [content[a:b] for a,b in zip(at, at[1:])]
     else: return array.to_pylist()
     return [
         value if valid else None for value,valid in zip(values, array.is_valid().to_pylist())
@@ -72,8 +72,8 @@ def to_row(
     id = f"{name or 'sample'}/{number}"
     try:
         if isinstance(row, pa.Table):
-            seen = in_place and row.nbytes > _COPIED
-            row = _first_in_place(row) if seen else row.to_pylist()[0]
+            as_views = in_place and row.nbytes > _COPIED
+            row = _first_in_place(row) if as_views else row.to_pylist()[0]
         row_id = row.get('row_id')
         source = row.get('source')
         names = [str(name or source or 'sample')]
