@@ -250,19 +250,20 @@ def _eval(
     model:str|None = None, # FILE.py:CLASS or MODULE:CLASS, a model of your own
     write_tasks:Text|None = None, # write the tasks shapes, digits and digits_choice there, and end
     config:Text|None = None, # without --tasks: YAML that names the validation data; default: the run's
-    rows:Pos|None = None, # likewise: held-out rows to ask about; default: the ask_samples of the run
+    data:str|None = None, # likewise: ask about all rows of this file or folder; see --train_dataset_path
+    rows:Pos|None = None, # likewise: rows to ask about; default: the ask_samples of the run, or all of --data
     # likewise: training rows on which a linear probe on the vision tower's features learns to answer, too
     probe:Count = 0,
     json:bool = False, # likewise: a line of JSON instead of a table
 ):
     """Evaluate a checkpoint on tasks, or whether it uses its pictures.
 
-    Without --tasks: right answers about held-out rows of its run, beside those about the picture of
-    another row and the best guess without looking."""
+    Without --tasks: right answers about held-out rows of its run, or of --data FILE, beside those about
+    the picture of another row and the best guess without looking."""
     require(write_tasks or checkpoint, 'give a checkpoint, or --write_tasks DIR')
     require(
-        not tasks or not (config or rows or probe or json),
-        '--config, --rows, --probe and --json are for an evaluation without --tasks'
+        not tasks or not (config or data or rows or probe or json),
+        '--config, --data, --rows, --probe and --json are for an evaluation without --tasks'
     )
     of_tasks = dict(
         include_path=include_path,
@@ -285,7 +286,7 @@ def _eval(
     if not (tasks or write_tasks):
         from nanovlm_nb.answers.look import look_at_checkpoint
         return look_at_checkpoint(
-            str(checkpoint), config, rows, json, device, batch_size, probe, model
+            str(checkpoint), config, rows, json, device, batch_size, probe, model, data
         )
     from nanovlm_nb.answers.tasks import evaluate_checkpoint,write_tasks as write
     if not write_tasks:

@@ -597,21 +597,21 @@ def questions_of(rows:Iterable[dict], # samples with `images`, `texts`, and perh
     "Returns every turn of every sample as a question."
     placed = []
     different = set()
+    sources = set()
     for row in rows:
         images = list(row['images'] or [])
         turns = place_pictures(row['texts'], len(images))
         different.update(turn['user'] for turn in turns)
+        sources.add(row.get('source'))
         placed.append((row, images, turns))
     results = []
     for row,images,turns in placed:
         if row.get('kinds'):
             kinds = row['kinds']
-        elif row.get('source'):
-            kinds = [row['source']]*len(turns)
-        elif len(different)<=FEW:
+        elif len(sources)==1 and len(different)<=FEW:
             kinds = [turn['user'] for turn in turns]
         else:
-            kinds = ['all']*len(turns)
+            kinds = [row.get('source') or 'all']*len(turns)
         for kind,turn in zip(kinds, turns, strict=True):
             results.append(Result(kind, images, turn['user'], turn['assistant']))
     return results
