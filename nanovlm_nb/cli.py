@@ -209,6 +209,7 @@ def _ask(
     stop:list[str] = [], # text that ends an answer; may be given several times
     seed:Count = 0, # seed of the sampling
     model:str|None = None, # FILE.py:CLASS or MODULE:CLASS, a model of your own
+    sure:bool = False, # also the probability of each answer
     json:bool = False, # a line of JSON for each question
     page:bool = False, # a page in the browser: pictures, conversations, heat maps
     host:str = '127.0.0.1', # address of the page; 0.0.0.0 lets everybody in
@@ -238,7 +239,8 @@ def _ask(
         stop,
         seed,
         json,
-        model
+        model,
+        sure
     )
 
 # %% ../nbs/97_cli.ipynb #25160ab8
