@@ -408,7 +408,7 @@ class Asker:
         max_new_tokens:int=32, # longest answer in tokens
         sure:bool=False, # also rate the answer, in a second pass; of choices this is always done
         **sampling, # see `stream`
-    )->Reply: # the text, and its probability `sure`, of choices among them; Jupyter shows it beside the pictures
+    )->Reply: # the text, with its probability `sure`, of choices among them; Jupyter shows pictures too
         "Answers one question, freely or with the most likely of some choices."
         white = self.model.cfg.pixel_max
         images = [
