@@ -144,7 +144,13 @@ def _read(
 # %% ../nbs/97_cli.ipynb #19a00009
 @command('[CONFIG.yaml] ')
 def _train(vlm_cfg:VLMConfig, train_cfg:TrainConfig, asked:Namespace):
-    "Train a model, as a preset, a file and flags say."
+    """Train a model, as a preset, a file and flags say.
+
+    For rows of your own, train(rows) in Python chooses by itself what has to be given here. For 400 rows and
+    a --vit_model_type that is: --val_size 40 --ask_samples 40 --data_cutoff_idx None --max_epochs 20
+    --batch_size 4 --lr_mp 0.001 --lr_language_backbone 0.001 --random_crop 0.7 --eval_interval 100
+    --best_by answers --max_keep_ckpts 1. With --load_from leave out --max_epochs and --eval_interval, and
+    set the three learning rates to 0.00005; with --cache_features leave out --random_crop."""
     from nanovlm_nb.runs.run import main
     return main(vlm_cfg, train_cfg, asked)
 
@@ -203,6 +209,7 @@ def _ask(
     stop:list[str] = [], # text that ends an answer; may be given several times
     seed:Count = 0, # seed of the sampling
     model:str|None = None, # FILE.py:CLASS or MODULE:CLASS, a model of your own
+    sure:bool = False, # also the probability of each answer
     json:bool = False, # a line of JSON for each question
     page:bool = False, # a page in the browser: pictures, conversations, heat maps
     host:str = '127.0.0.1', # address of the page; 0.0.0.0 lets everybody in
@@ -232,7 +239,8 @@ def _ask(
         stop,
         seed,
         json,
-        model
+        model,
+        sure
     )
 
 # %% ../nbs/97_cli.ipynb #25160ab8
@@ -250,19 +258,20 @@ def _eval(
     model:str|None = None, # FILE.py:CLASS or MODULE:CLASS, a model of your own
     write_tasks:Text|None = None, # write the tasks shapes, digits and digits_choice there, and end
     config:Text|None = None, # without --tasks: YAML that names the validation data; default: the run's
-    rows:Pos|None = None, # likewise: held-out rows to ask about; default: the ask_samples of the run
+    data:str|None = None, # likewise: ask about all rows of this file or folder; see --train_dataset_path
+    rows:Pos|None = None, # likewise: rows to ask about; default: the ask_samples of the run, or all of --data
     # likewise: training rows on which a linear probe on the vision tower's features learns to answer, too
     probe:Count = 0,
     json:bool = False, # likewise: a line of JSON instead of a table
 ):
     """Evaluate a checkpoint on tasks, or whether it uses its pictures.
 
-    Without --tasks: right answers about held-out rows of its run, beside those about the picture of
-    another row and the best guess without looking."""
+    Without --tasks: right answers about held-out rows of its run, or of --data FILE, beside those about
+    the picture of another row and the best guess without looking."""
     require(write_tasks or checkpoint, 'give a checkpoint, or --write_tasks DIR')
     require(
-        not tasks or not (config or rows or probe or json),
-        '--config, --rows, --probe and --json are for an evaluation without --tasks'
+        not tasks or not (config or data or rows or probe or json),
+        '--config, --data, --rows, --probe and --json are for an evaluation without --tasks'
     )
     of_tasks = dict(
         include_path=include_path,
@@ -285,7 +294,7 @@ def _eval(
     if not (tasks or write_tasks):
         from nanovlm_nb.answers.look import look_at_checkpoint
         return look_at_checkpoint(
-            str(checkpoint), config, rows, json, device, batch_size, probe, model
+            str(checkpoint), config, rows, json, device, batch_size, probe, model, data
         )
     from nanovlm_nb.answers.tasks import evaluate_checkpoint,write_tasks as write
     if not write_tasks:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import fields
@@ -11,6 +12,7 @@ import pytest
 import yaml
 
 from commands import TINY
+from nanovlm_nb.api import _settings
 from nanovlm_nb.cli import COMMANDS
 from nanovlm_nb.core.config import (
     FIELDS,
@@ -18,9 +20,11 @@ from nanovlm_nb.core.config import (
     PRESETS,
     TrainConfig,
     VLMConfig,
+    change,
     described,
     preset,
 )
+from nanovlm_nb.core.fields import OWN_ROWS
 from nanovlm_nb.core.settings import load_yaml, parse_args, save_yaml
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -223,6 +227,36 @@ def test_the_help_of_a_training_is_complete(helps, flag):
     )
     for flag in ('--preset', '--config', '--no_log_wandb'):
         assert flag in text
+
+
+@pytest.mark.parametrize(
+    'named',
+    [
+        dict(vit_model_type='a tower'),
+        dict(vit_model_type='a tower', lr_vision_backbone=0.0, cache_features=True),
+        dict(load_from='a model'),
+    ],
+)
+def test_the_help_says_what_python_chooses_for_rows(named):
+    "What is typed as it says is what `train` of so many rows takes."
+    text = ' '.join(COMMANDS['train'].__doc__.split())
+    flags = re.search(r'For 400 rows .* that is: (.*?)\. With --load_from', text)[1]
+    words = flags.split()
+    for name, value in named.items():
+        words += [f'--{name}', str(value)]
+    if 'load_from' in named:
+        assert 'set the three learning rates to 0.00005' in text
+        words += ['--lr_mp', '5e-5', '--lr_vision_backbone', '5e-5']
+        words += ['--lr_language_backbone', '5e-5']
+        for left_out, usual in (('--max_epochs', 'None'), ('--eval_interval', '375')):
+            words[words.index(left_out) + 1] = usual
+    if 'cache_features' in named:
+        assert 'with --cache_features leave out --random_crop' in text
+        words[words.index('--random_crop') + 1] = 'None'
+    of_python = _settings(400, 'shapes', named)
+    others = {'train_dataset_path': OWN_ROWS, 'num_workers': 0}
+    of_command = change(*parse_args(words)[:2], others)
+    assert of_python == of_command
 
 
 ENVIRONMENT = '''

@@ -1,6 +1,7 @@
 "Rows that come from Python: commands find them in the run, a processor of your own is not forgotten, and what is exported is what is in memory."
 
 import json
+import re
 import shutil
 from functools import partial
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 from commands import record
 from PIL import Image
 
-from nanovlm_nb import Asker, export, load, read_log, run, train
+from nanovlm_nb import Asker, evaluate, export, load, read_log, run, train
 from nanovlm_nb.cli import main
 from nanovlm_nb.core.config import tiny
 from nanovlm_nb.core.settings import load_yaml
@@ -104,6 +105,37 @@ def test_every_command_finds_the_rows_of_a_run_that_was_moved(capsys):
     assert main(
         ['ask', 'elsewhere/r', '--image', 'red.png', '--prompt', 'Which colour?']
     ) in (0, None)
+
+
+def test_a_held_out_file_is_counted_whole(capsys, tmp_path):
+    "As many questions as the file has, by question, the same from Python; a row that cannot be read is named."
+    lines = []
+    for i in range(8):
+        picture(i).save(tmp_path / f'{i}.png')
+        turn = dict(question='Which colour?', answer=[*COLOURS][i % 3])
+        if i > 5:
+            turn = dict(question='Is it red?', answer='no')
+        lines.append(json.dumps(dict(image=f'{i}.png', **turn)))
+    file = tmp_path / 'held_out.jsonl'
+    file.write_text('\n'.join(lines))
+    assert main(['eval', 'elsewhere/r', '--data', str(file), '--json']) in (0, None)
+    scores = json.loads(capsys.readouterr().out)
+    asked = {kind: count for kind, (_, count) in scores['answers'].items()}
+    assert asked == {'Which colour?': 6, 'Is it red?': 2, 'all': 8}
+    assert json.loads(json.dumps(evaluate('elsewhere/r', file))) == scores
+    export('elsewhere/r', tmp_path / 'exported', 'nanovlm')  # which is of no run
+    capsys.readouterr()
+    main(['eval', str(tmp_path / 'exported'), '--data', str(file), '--json'])
+    assert json.loads(capsys.readouterr().out) == scores
+    (tmp_path / '3.png').unlink()
+    main(['eval', 'elsewhere/r', '--data', str(file)])
+    said = capsys.readouterr().out
+    assert re.search(r'^all +7 ', said, re.MULTILINE) and '3.png' in said, said
+    with pytest.raises(UsageError, match=r'3\.png'):
+        evaluate('elsewhere/r', file)
+    assert 'are for an evaluation without --tasks' in refused(
+        ['eval', 'elsewhere/r', '--tasks', 'digits', '--data', file], capsys
+    )
 
 
 def test_the_command_goes_on_as_python_would(capsys):

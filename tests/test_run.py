@@ -2,15 +2,19 @@
 
 import json
 import re
+import shutil
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
+import torch
 from commands import TINY, nanovlm, run, train, updates
 from PIL import Image
 from safetensors.torch import load_file
 from wandb_reader import read_wandb
 
+from nanovlm_nb import load
 from nanovlm_nb.core.settings import load_yaml
 from nanovlm_nb.core.run_dir import read_log, read_pointer
 from nanovlm_nb.data.shapes import shapes_dataset
@@ -352,6 +356,28 @@ class FakeHub:
         )
 
 
+class Scaled(VisionLanguageModel):
+    "A class of one's own, whose files no other one opens."
+
+    def __init__(self, cfg, **how):
+        super().__init__(cfg, **how)
+        self.scale = torch.nn.Parameter(torch.ones(1))
+
+
+def test_a_model_of_a_class_of_ones_own_is_published(one, tmp_path):
+    cfg = VisionLanguageModel.from_pretrained(one).cfg
+    Scaled(cfg, load_backbone=False).save_pretrained(tmp_path / 'step_1')
+    shutil.copy(one / 'record.md', tmp_path)
+    hub = Mock()
+    cards = []
+    hub.upload_folder.side_effect = lambda folder_path, **_: cards.append(
+        (Path(folder_path) / 'README.md').read_text()
+    )
+    publish(tmp_path / 'step_1', 'me/scaled', hub, model=Scaled)
+    assert "load('me/scaled', model=Scaled)" in cards[0]
+    assert 'does it end?' in cards[0]
+
+
 def test_publishing_uploads_the_best_and_a_card_of_what_was_measured(one):
     "Without a connection the run is done all the same. A private repository and one upload; the figures of the card are those of the run's files."
     assert (
@@ -365,6 +391,9 @@ def test_publishing_uploads_the_best_and_a_card_of_what_was_measured(one):
         and {'README.md', 'config.json', 'model.safetensors', 'tokenizer.json'}
         <= hub.files
     )
+    loaded = FakeHub()
+    load(one).push_to_hub('me/tiny', api=loaded)
+    assert loaded.card == hub.card, 'of a model that was loaded, too'
     best = VisionLanguageModel.from_pretrained(read_pointer(one, 'best_checkpoint'))
     assert all(
         (w == hub.model.state_dict()[k]).all() for k, w in best.state_dict().items()

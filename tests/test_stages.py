@@ -269,6 +269,11 @@ def test_features_are_kept(tmp_path):
     assert int(words[1]) == len(files['kept']) and int(words[4]) > int(words[1]), (
         'two epochs and two validations'
     )
+    computed = [
+        r['computed_features'] for r in updates(tmp_path / 'checkpoints' / 'kept')
+    ]
+    assert 0 < sum(computed) <= len(files['kept'])
+    assert computed[0] and not computed[-1], 'later passes read them'
     train(
         [*cached, '--run_name', 'kept', '--resume', 'True', '--max_training_steps', 8],
         tmp_path,

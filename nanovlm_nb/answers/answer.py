@@ -12,6 +12,7 @@ import base64,io,json,sys
 from collections.abc import Iterable,Iterator,Sequence
 from dataclasses import dataclass
 from html import escape
+from math import exp
 from pathlib import Path
 from textwrap import fill,shorten
 from typing import TYPE_CHECKING,Any
@@ -71,6 +72,7 @@ class Reply(str):
     images:Sequence[Image.Image] = () # pictures it is about
     question:str|list[dict] = '' # text, or turns
     cut:bool = False # it has max_new_tokens, and would have gone on
+    sure:float|None = None # its probability, 0 to 1, see `ask`
 
     def _repr_html_(self):
         question = self.question
@@ -80,6 +82,7 @@ class Reply(str):
         for picture in self.images:
             pictures += f'<img alt="a picture" src="{_picture_uri(picture, 160)}"> '
         note = ' (cut at max_new_tokens)' if self.cut else ''
+        if self.sure is not None: note += f' ({self.sure:.0%})'
         text = f'{escape(question)}<br><b>{escape(self)}</b>{note}'
         return f'<p>{pictures}</p><p>{text}</p>'
 
@@ -282,6 +285,16 @@ class Asker:
         turns = [(images, question, choice) for choice in choices]
         return [-loss for loss,_ in answer_losses(self, turns, True)]
 
+    def note_sure(
+        self,
+        questions:list[tuple], # (pictures, question or turns) of each
+        replies:list[Reply], # to them; `sure` is filled in
+    )->None:
+        "Rates some replies, each as the whole answer with its end, in one batch."
+        turns = [(*question, str(reply)) for question,reply in zip(questions, replies)]
+        for reply,(loss,_) in zip(replies, answer_losses(self, turns)):
+            reply.sure = exp(-loss)
+
     def logps(
         self,
         turns:list[tuple], # (pictures, question or turns, answer: text, or `Sampled`)
@@ -393,8 +406,9 @@ class Asker:
         question:str|list[dict], # see `prompt`
         choices:Sequence[str]|None=None, # possible answers; of equally likely ones the first is taken
         max_new_tokens:int=32, # longest answer in tokens
+        sure:bool=False, # also rate the answer, in a second pass; of choices this is always done
         **sampling, # see `stream`
-    )->Reply: # the text; Jupyter shows it beside the pictures
+    )->Reply: # the text, with its probability `sure`, of choices among them; Jupyter shows pictures too
         "Answers one question, freely or with the most likely of some choices."
         white = self.model.cfg.pixel_max
         images = [
@@ -405,11 +419,15 @@ class Asker:
             f'choices are {choices!r}: give a list of possible answers'
         )
         if choices is None:
-            reply = self([(images, question)], max_new_tokens, **sampling)[0]
+            asked = [(images, question)]
+            [reply] = replies = self(asked, max_new_tokens, **sampling)
+            if sure: self.note_sure(asked, replies)
         else:
             texts = [*map(str, choices)] # numbers, too
             scores = self.score(images, question, texts)
-            reply = Reply(texts[scores.index(max(scores))])
+            best = scores.index(max(scores))
+            reply = Reply(texts[best])
+            reply.sure = torch.tensor(scores).softmax(0)[best].item()
         reply.images = images
         reply.question = question
         return reply
@@ -597,21 +615,21 @@ def questions_of(rows:Iterable[dict], # samples with `images`, `texts`, and perh
     "Returns every turn of every sample as a question."
     placed = []
     different = set()
+    sources = set()
     for row in rows:
         images = list(row['images'] or [])
         turns = place_pictures(row['texts'], len(images))
         different.update(turn['user'] for turn in turns)
+        sources.add(row.get('source'))
         placed.append((row, images, turns))
     results = []
     for row,images,turns in placed:
         if row.get('kinds'):
             kinds = row['kinds']
-        elif row.get('source'):
-            kinds = [row['source']]*len(turns)
-        elif len(different)<=FEW:
+        elif len(sources)==1 and len(different)<=FEW:
             kinds = [turn['user'] for turn in turns]
         else:
-            kinds = ['all']*len(turns)
+            kinds = [row.get('source') or 'all']*len(turns)
         for kind,turn in zip(kinds, turns, strict=True):
             results.append(Result(kind, images, turn['user'], turn['assistant']))
     return results
@@ -733,6 +751,7 @@ def ask(
     seed:int=0, # of the draws
     as_json:bool=False, # a line of JSON for each answer
     model:ModelClass=None, # of your own, see `model_class`
+    sure:bool=False, # also how likely each answer is
 )->None:
     "Prints the answers of a checkpoint to questions about some pictures."
     right = None
@@ -755,18 +774,18 @@ def ask(
         )
     for start in range(0, len(questions), _TOGETHER):
         batch = questions[start:start+_TOGETHER]
-        replies = asker(
-            [(pictures,question) for question in batch],
-            max_new_tokens,
-            stop,
-            **sampling
-        )
+        asked = [(pictures,question) for question in batch]
+        replies = asker(asked, max_new_tokens, stop, **sampling)
+        if sure: asker.note_sure(asked, replies)
         for question,reply in zip(batch, replies):
             text = str(reply)
             if as_json:
                 record = dict(images=image, prompt=question, answer=text, cut=reply.cut)
+                if sure: record['sure'] = reply.sure
                 text = json.dumps(record, ensure_ascii=False)
-            elif right is not None:
+            elif sure:
+                text += f' ({reply.sure:.1%})'
+            if right is not None and not as_json:
                 text = f'{image[0]}: {question}\n{text}\n(the right answer: {right})'
             say(text)
         if any(reply.cut for reply in replies) and not as_json:

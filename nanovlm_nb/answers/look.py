@@ -25,7 +25,8 @@ from ..data.files import own_rows
 from ..data.images import open_image
 from ..data.shapes import blind_guesses
 from ..data.kept import held_out_loader,loaders_of
-from ..data.loader import first_rows
+from ..data.drops import Dropped
+from ..data.loader import first_rows,load_sources
 from ..data.prompts import place_pictures
 from ..model.vision import stack_tiles
 from ..model.vlm import ModelClass
@@ -115,13 +116,36 @@ def compare_answers(
     return Scores(scores),answered
 
 # %% ../../nbs/56_answers.look.ipynb #31a000e0
+def _source_of(path, cfg=TrainConfig()):
+    "Returns all rows of a file or folder, in their order."
+    whole = evolve(
+        cfg,
+        train_dataset_path=str(path),
+        train_dataset_name=['default'],
+        train_dataset_weights=[],
+        stream_dataset=False,
+        data_cutoff_idx=None,
+        val_size=0
+    )
+    source,_ = load_sources(whole)
+    source.shuffle = False
+    return source
+
+def _rows_in(path):
+    "Yields the rows of a file or folder; a UsageError names the first that cannot be read."
+    for _,row in _source_of(path).rows_of(0, 1, 0):
+        if isinstance(row, Dropped):
+            raise UsageError(f'{path}: {row.id}: {row.detail}')
+        yield row
+
 def decoded_rows(
     rows:Any, # as `train` takes them
     white:float|None=None, # see `open_image`
 )->list[dict]:
     "Returns rows of your own with decoded pictures."
     decoded = []
-    for row in own_rows(rows):
+    read = _rows_in if isinstance(rows, (str,Path)) else own_rows
+    for row in read(rows):
         images = [open_image(picture, white) for picture in row['images'] or []]
         decoded.append(row|dict(images=images))
     return decoded
@@ -259,40 +283,48 @@ def held_out_rows(
 def look_at_checkpoint(
     checkpoint:str|Path, # or a run, or a hub id
     config:str|Path|None=None, # YAML file that names the data; None: that of the run
-    rows:int|None=None, # held-out rows to ask about; None: as many as the run asks
+    rows:int|None=None, # held-out rows to ask about; None: as many as the run asks, or all of `data`
     as_json:bool=False, # a line of JSON in place of the table
     device:str|None=None, # None: the best there is
     batch_size:int=64, # questions asked together
     probe_rows:int=0, # training rows for a linear probe; 0: none
     model:ModelClass=None, # of your own, see `model_class`
+    data:str|Path|None=None, # file or folder of other held-out rows, as `train_dataset_path`
 )->None:
     "Prints the table of right answers about held-out rows, and what is wrong with them."
     asker = Asker.from_checkpoint(checkpoint, device, model=model)
     if not config and asker.run_dir:
         config = asker.run_dir/CONFIG
-    if not config:
-        raise UsageError(f'{checkpoint} is of no run: give a file with --config')
-    _,cfg = load_yaml(config, given=None) # data is read alone
+    require(
+        config or data and not probe_rows,
+        f'{checkpoint} is of no run: give rows with --data, or a file with --config'
+    )
+    cfg = TrainConfig(max_sample_length=asker.model.cfg.lm_max_length)
+    if config: _,cfg = load_yaml(config, given=None) # data is read alone
+    run_dir = Path(config or '').parent
     cfg = evolve(
         cfg, val_workers=0, num_workers=0, cache_features=False, custom_transforms=[]
     )
+    source = _source_of(data, cfg) if data else None
     val = held_out_loader(
         cfg,
         asker.model.cfg,
         asker.tokenizer,
-        Path(config).parent,
-        type(asker.model).processor
+        run_dir,
+        type(asker.model).processor,
+        source
     )
     count = rows or cfg.ask_samples or TrainConfig.ask_samples
+    if source and not rows: count = source.epoch_rows()
     held_out = held_out_rows(val, count, asker.model.cfg)
     require(
         held_out,
-        f'{config}: no held-out row can be asked about: '
+        f'{data or config}: no held-out row can be asked about: '
         f'{val.drops.blame or "val_size is 0"}'
     )
     scores,_ = compare_answers(asker, held_out, batch_size)
     if probe_rows:
-        loaders = loaders_of(cfg, Path(config).parent)
+        loaders = loaders_of(cfg, run_dir)
         train,_ = loaders(cfg, asker.model.cfg, tokenizer=asker.tokenizer)
         train_rows = held_out_rows(train, probe_rows, asker.model.cfg)
         scores['linear probe'] = probe(asker, train_rows, held_out)
@@ -300,5 +332,6 @@ def look_at_checkpoint(
         say(json.dumps(scores))
         return
     say(accuracy_table(scores))
+    if val.drops.blame: say(val.drops.blame)
     judgement = verdict(scores)
     if judgement: say(judgement)

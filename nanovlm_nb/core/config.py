@@ -479,7 +479,8 @@ class TrainConfig(Config):
     # * recompute the vision tower in the backward pass instead of keeping its activations
     vision_checkpointing:bool = False
     language_checkpointing:bool = False # * the same for the language model
-    cache_features:bool = False # compute the features of a frozen vision tower once and keep them on disk
+    # * compute the features of a frozen vision tower once and keep them on disk
+    cache_features:bool = False
     # fill the tiles of a micro-batch up with blank ones to a multiple of this, so that few shapes occur;
     # None: 8 on a GPU, else 1
     tile_multiple:Pos|None = None
@@ -496,7 +497,7 @@ class TrainConfig(Config):
     long_run_name:bool = True
     eval_in_epochs:bool = True # validate during training
     eval_interval:Pos = 500 # * updates between validations
-    # what the best checkpoint has: the lowest loss in validation, or the most answers that it is sure of
+    # * what the best checkpoint has: the lowest loss in validation, or the most answers that it is sure of
     # (of equally many, to a hundredth, the lowest loss)
     best_by:Literal['loss','answers'] = 'loss'
     max_val_batches:Pos = 64 # * batches of a validation on each rank
@@ -510,8 +511,8 @@ class TrainConfig(Config):
     resume:bool = False # * go on from the newest complete checkpoint of run_name, or from load_from
     # * checkpoint directory: with resume, to continue from; without, to take the weights of
     load_from:Text|None = None
-    force_resume:bool = False # * resume although the settings differ in what must not change
-    stats_log_interval:Pos = 100 # * updates between statistics
+    force_resume:bool = False # resume although the settings differ in what must not change
+    stats_log_interval:Pos = 100 # updates between statistics
     resume_from_vlm_checkpoint:bool = False # start from the model at vlm_checkpoint_path
     progress_bar:bool = True # * show a progress bar
     # what is shown: figures, minimind (its line, with the minutes left of the epoch), or none

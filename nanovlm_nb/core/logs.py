@@ -81,12 +81,13 @@ def _progress(
     metrics:dict,
     left:float=nan, # seconds to the end of the run; nan: not known
 )->list[str]:
-    "Returns loss, speed and time left, those that are known."
+    "Returns loss, speed and time left, those that are known; computed features will not be computed again."
     rate = metrics.get('tokens_per_second')
     parts = [f"loss {float(metrics['batch_loss']):.4g}"]
     if rate: parts.append(f'{float(rate):,.0f} tokens/s')
     if isfinite(left):
-        parts.append(f'{timedelta(seconds=round(left))} left')
+        at_most = 'at most ' if metrics.get('computed_features') else ''
+        parts.append(f'{at_most}{timedelta(seconds=round(left))} left')
     return parts
 
 # %% ../../nbs/09_core.logs.ipynb #a18be21c
@@ -187,6 +188,7 @@ class _Screen:
         self.hidden = None if progress and not quiet else True # None: shown on a terminal alone
         self.bar = None
         self.first = None # first update and its time
+        self.computing = False # features that later updates will read
         self.reported = inf # time of the last report
 
     def open(self)->None:
@@ -227,7 +229,10 @@ class _Screen:
         now = self.now()
         report = step%self.every==0
         total = self.total
-        self.first = self.first or (step,now)
+        computing = bool(metrics.get('computed_features'))
+        if self.first is None or self.computing and not computing:
+            self.first = step,now # from here on updates take less time
+        self.computing = computing
         first,began = self.first
         self.reported = min(self.reported, now)
         pace = (now-began)/(step-first) if step>first else nan # seconds of an update

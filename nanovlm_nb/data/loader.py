@@ -564,15 +564,17 @@ def first_rows(
     result:list[dict] = []
     for _,row in source.rows_of(0, 1, 0):
         if len(result)==n: break
-        if isinstance(row, Dropped): continue
         try:
+            if isinstance(row, Dropped): raise row
             if samples is not None: samples.plan_row(row)
             white = samples and samples.image_processor.pixel_max
             pictures = [open_image(picture, white) for picture in row['images']]
             result.append(row|dict(images=pictures))
-        except UnreadableImage: continue
-        except Dropped as d:
-            if samples is not None: samples.drops.add(d)
+        except (Dropped, UnreadableImage) as e:
+            if samples is None: continue
+            if isinstance(e, UnreadableImage):
+                e = Dropped(row['id'], 'unreadable_image', str(e))
+            samples.drops.add(e)
     return result
 
 # %% ../../nbs/25_data.loader.ipynb #1d0a0e04

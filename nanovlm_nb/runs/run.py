@@ -435,11 +435,12 @@ def _sum_up(
     find(trainer, Evaluate).wait(trainer)
     repo = where_to_publish(run.vlm_cfg.hf_repo_name)
     if not (repo and dist.is_master): return 'done'
-    try: publish(run.run_dir, repo)
+    kind = model if isinstance(model, type) else None
+    try: publish(run.run_dir, repo, model=kind)
     except HUB_ERRORS as e:
         log.info(
             f'not published as {repo}: {type(e).__name__}: {e}. Later: from '
-            f"nanovlm_nb.runs.start import publish; publish('{run.run_dir}', '{repo}')"
+            f"nanovlm_nb.runs.report import publish; publish('{run.run_dir}', '{repo}')"
         )
     else: log.info(f'published as {repo}')
     return 'done'

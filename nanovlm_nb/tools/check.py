@@ -21,6 +21,7 @@ from ..core.settings import run_path
 from ..core.usage import MissingFile,UsageError,say
 from ..data.kept import kept_rows
 from ..model.formats import export_line
+from ..model.vision import stack_tiles
 from ..model.flops import BYTES,find_gpu,with_unit
 from ..runs.start import foresee_start,resolve_start,start_of
 from ..runs.resume import check_own_parts,plan_resume
@@ -31,6 +32,7 @@ from .plan import GB,USABLE,make_plan
 from ..core.dist import Dist
 from ..core.logs import RunLog
 from ..training.trainer import train_step,updates
+from ..runs.features import keep_features
 from ..runs.run import build_trainer
 
 # %% ../../nbs/74_tools.check.ipynb #1ff81e21
@@ -114,8 +116,11 @@ def _time_line(plan:dict)->str: # from `make_plan`
 _LONGEST_PACK = 10. # seconds, of what is tried here
 _LARGEST = 2**31 # bytes of the weights
 
-def _seconds_of_pack(vlm_cfg:VLMConfig, train_cfg:TrainConfig)->float:
-    "Returns how long the second of two updates of one pack takes here, with random weights."
+def _seconds_of_pack(
+    vlm_cfg:VLMConfig,
+    train_cfg:TrainConfig,
+)->tuple[float,float]: # in the first pass, and later; equal if no features are kept
+    "Returns how long an update of one pack takes here, after another one, with random weights."
     with tempfile.TemporaryDirectory() as tmp, RunLog(tmp, Dist(), quiet=True) as log:
         random = evolve(
             vlm_cfg,
@@ -139,11 +144,17 @@ def _seconds_of_pack(vlm_cfg:VLMConfig, train_cfg:TrainConfig)->float:
         cfg = in_one_process(one_pack, 1)
         trainer = build_trainer(random, cfg, log, Dist())
         trainer.hooks = []
-        for update in islice(updates(trainer), 2):
+        cache = None
+        if train_cfg.cache_features:
+            cache = keep_features(trainer.base, tmp, trainer.dtype)
+        times = []
+        for update in islice(updates(trainer), 3 if cache else 2):
+            if cache and len(times)==2:
+                for batch in update.micro_batches: cache(stack_tiles(batch['images']))
             begin = perf_counter()
             train_step(trainer, update)
-            seconds = perf_counter()-begin
-    return seconds
+            times.append(perf_counter()-begin)
+    return times[1],times[-1]
 
 def _time_here(
     vlm_cfg:VLMConfig,
@@ -163,12 +174,18 @@ def _time_here(
     if expected>_LONGEST_PACK or weights>_LARGEST:
         return f'{elsewhere}, and a pack would take this machine about {with_unit(expected, _TIMES)}'
     try:
-        seconds = _seconds_of_pack(vlm_cfg, train_cfg)
+        first,later = _seconds_of_pack(vlm_cfg, train_cfg)
     except WRONG:
         return elsewhere # what is wrong has a line of its own
     length = f"{plan['updates']} updates of {packs} packs"
-    whole = with_unit(plan['updates']*packs*seconds, _TIMES)
-    return f'{length}: about {whole} on this machine, where a pack takes {with_unit(seconds, _TIMES)}'
+    whole = with_unit(plan['updates']*packs*later, _TIMES)
+    text = f'{length}: about {whole} on this machine, where a pack takes {with_unit(later, _TIMES)}'
+    if train_cfg.cache_features:
+        text += (
+            ', and more for the first pass, which computes the features and takes '
+            f'{with_unit(first, _TIMES)} for a pack'
+        )
+    return text
 
 # %% ../../nbs/74_tools.check.ipynb #68aa0003
 def _cost_findings(

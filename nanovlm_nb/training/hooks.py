@@ -176,6 +176,7 @@ class Meters(Hook):
         self.sums:Any = Counter() # since the last report
         self.epoch:Any = Counter() # of the epoch so far
         self.seconds:Any = Counter() # of this start by kind of work, up to the last report
+        self.computed = 0 # features of tiles so far that were not in the cache
 
     def begin(self, trainer:Trainer)->None:
         "Notes what the run costs, and begins to count."
@@ -215,6 +216,10 @@ class Meters(Hook):
             update.picture_pairs
         )
         figures['tokens_per_second'] = update.tokens/seconds
+        cache = trainer.base.features
+        if cache:
+            figures['computed_features'] = cache.misses-self.computed
+            self.computed = cache.misses
         counts:Any = dict(
             updates=1,
             samples=update.samples,

@@ -216,6 +216,7 @@ def make_trainer(
     )
     read_rest(base, dist)
     base.made_with = () # the directory of the run says it
+    base.folder = None # it will be another model than the one that was read
     base.vision_encoder.recompute = cfg.vision_checkpointing
     base.decoder.recompute = cfg.language_checkpointing
     if tokenizer is not None:
