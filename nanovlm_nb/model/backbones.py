@@ -325,7 +325,7 @@ def _shuffle_factor(side:int)->int: # patches along a side of a tile
     )
 
 def _tower_fields(cfg:VLMConfig)->dict[str,Any]: # names a vision backbone
-    "Returns its numbers, and what of tiles and of a CLIP's or a DINOv2's pixels follows from it."
+    "Returns its numbers, and what follows from it for tiles and pixels."
     numbers = vision_config(cfg.vit_model_type)|dict(vit_conv_stem=False)
     if 'vit_img_size' in cfg.given:
         numbers['vit_img_size'] = cfg.vit_img_size
@@ -339,7 +339,8 @@ def _tower_fields(cfg:VLMConfig)->dict[str,Any]: # names a vision backbone
         )
         numbers |= {n:value for n,value in follow.items() if n not in cfg.given}
     plain = (cfg.pixel_mean,cfg.pixel_std)==([0.],[1.])
-    if not plain or not numbers.get('vit_cls_flag'):
+    is_nanovlms = 'vit_model_type' not in cfg.given and not numbers.get('vit_cls_flag')
+    if not plain or is_nanovlms: # its SigLIP takes pixels from 0 to 1
         return numbers
     rules = read_json(resolve_checkpoint(cfg.vit_model_type), 'preprocessor_config.json')
     return numbers | pixel_fields(rules) if rules else numbers
