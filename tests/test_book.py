@@ -1,17 +1,20 @@
 "The way through the book: chapter zero is one page, the home page shows what notebooks computed."
 
 import ast
+import builtins
 import io
+import json
 import os
 import re
 import subprocess
+import symtable
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
-from test_docs import NBS, ROOT, cells, script, text_of
+from test_docs import COURSE, NBS, ROOT, cells, script, text_of
 
 ZERO = NBS / '00_one_page.ipynb'
 
@@ -132,3 +135,82 @@ def test_chapter_zero_trains_and_looks():
         timeout=1200,
     )
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+def names_of(source: str) -> tuple[set[str], set[str], set[str]]:
+    "What a cell loads from outside of its functions, what it binds, and what it imports."
+
+    def loaded(table, top=True):
+        yield from (
+            s.get_name()
+            for s in table.get_symbols()
+            if s.is_referenced() and (top or s.is_global())
+        )
+        for inner in table.get_children():
+            yield from loaded(inner, top=False)
+
+    table = symtable.symtable(source, 'cell', 'exec')
+    imported = {
+        (a.asname or a.name).partition('.')[0]
+        for n in ast.walk(ast.parse(source))
+        if isinstance(n, (ast.Import, ast.ImportFrom))
+        for a in n.names
+    }
+    bound = {
+        s.get_name()
+        for s in table.get_symbols()
+        if s.is_assigned() or s.is_imported() or s.is_namespace()
+    }
+    return {*loaded(table)}, bound - imported, imported
+
+
+def unexplained(notebook: Path) -> tuple[set[str], set[str]]:
+    "Names in cells that the page shows which only left-out cells define; of the library's, those that no text names."
+    known = {*dir(builtins)}
+    needed: set[str] = set()
+    library: set[str] = set()
+    every = cells(notebook, 'code')
+    for cell in every:
+        loads, binds, imports = names_of(re.sub(r'(?m)^[%!].*', '', cell['source']))
+        known |= imports
+        if re.search(
+            r'^#\| ?(hide|hide_input|default_exp.*|echo: *false)$',
+            cell['source'],
+            re.MULTILINE,
+        ):
+            continue
+        if re.search(r'^#\| ?export$', cell['source'], re.MULTILINE):
+            library |= binds
+        else:
+            needed |= loads
+            known |= binds
+    text = '\n'.join(
+        [
+            *(c['source'] for c in cells(notebook, 'markdown')),
+            *re.findall(r'code-summary: "(.*)"', '\n'.join(c['source'] for c in every)),
+        ]
+    )
+    named = set(re.findall(r'\w+', text))
+    return needed - known - library, (needed & library) - known - named
+
+
+@pytest.mark.parametrize('name', COURSE)
+def test_a_page_of_the_course_explains_the_names_that_it_uses(name):
+    "No cell that a reader sees needs a value of one that the page leaves out; what it takes from the library, a sentence names."
+    hidden, unnamed = unexplained(NBS / name)
+    assert not hidden, f'{name}: the page does not define {sorted(hidden)}'
+    assert not unnamed, f'{name}: no text says what {sorted(unnamed)} do'
+
+
+def test_a_name_of_a_left_out_cell_is_found(tmp_path):
+    page = tmp_path / 'page.ipynb'
+    sources = (
+        ('code', '#| export\nfrom os import sep\ndef told():...\ndef untold():...'),
+        ('code', '#| hide\nsecret = shown = 1'),
+        ('code', 'shown = [secret for x in sep]\ndef f(x): return told, untold, later'),
+        ('code', '#| exports\ndef later(): return f'),
+        ('markdown', '`told` returns nothing.'),
+    )
+    found = [dict(cell_type=kind, source=source) for kind, source in sources]
+    page.write_text(json.dumps(dict(cells=found)), encoding='utf-8')
+    assert unexplained(page) == ({'secret'}, {'untold'})

@@ -86,6 +86,7 @@ def _sums(pool, capacity):
         sums.append((bits, total, dense))
     return sums
 
+# %% ../../nbs/21_data.packing.ipynb #10d979b9
 def _made(sums, load):
     "Whether some of the items sum to a load: then the others sum to the rest."
     bits, total, dense = sums
