@@ -420,8 +420,9 @@ class Asker:
         )
         if choices is None:
             asked = [(images, question)]
-            [reply] = replies = self(asked, max_new_tokens, **sampling)
+            replies = self(asked, max_new_tokens, **sampling)
             if sure: self.note_sure(asked, replies)
+            [reply] = replies
         else:
             texts = [*map(str, choices)] # numbers, too
             scores = self.score(images, question, texts)

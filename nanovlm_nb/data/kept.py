@@ -163,11 +163,10 @@ def held_out_loader(
     held_out:Any=None, # source of other rows; None: those of the run
 )->Any:
     "The loader of a run's held-out rows."
-    file = None
     if held_out is None:
         file = kept_file(run_dir, KEPT_HELD_OUT)
-    if file:
-        held_out = MapSource(_read_kept(file), train_cfg.seed, shuffle=False)
+        if file:
+            held_out = MapSource(_read_kept(file), train_cfg.seed, shuffle=False)
     if held_out is not None:
         loaders:Callable = partial(get_dataloaders, rows=(held_out, held_out))
     else:
