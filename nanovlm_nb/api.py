@@ -359,10 +359,11 @@ def evaluate(
 )->Scores:
     """Returns right answers and questions of some rows, beside what can be had without the right picture:
     'answers', 'another picture', 'blind guess', 'picture helps' -> kind of question, or 'all' ->
-    (right, asked); its `accuracy` is the share of right answers."""
+    (right, asked). Its `accuracy` is the share of right answers, `answered` are the questions, each with
+    its `row`, the right `answer`, the model's `reply` and whether it is `right`."""
     asker = model if isinstance(model, Asker) else load(model)
     rows = decoded_rows(rows, asker.model.cfg.pixel_max)
-    return compare_answers(asker, rows)[0]
+    return compare_answers(asker, rows)
 
 # %% ../nbs/96_api.ipynb #91a1001e
 def export(

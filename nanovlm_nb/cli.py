@@ -209,7 +209,8 @@ def _ask(
     stop:list[str] = [], # text that ends an answer; may be given several times
     seed:Count = 0, # seed of the sampling
     model:str|None = None, # FILE.py:CLASS or MODULE:CLASS, a model of your own
-    sure:bool = False, # also the probability of each answer
+    choices:list[str]|None = None, # answer with the likeliest of these: --choices cat dog 'a fox'
+    sure:bool = False, # also the probability of each answer; with --choices: among them
     json:bool = False, # a line of JSON for each question
     page:bool = False, # a page in the browser: pictures, conversations, heat maps
     host:str = '127.0.0.1', # address of the page; 0.0.0.0 lets everybody in
@@ -219,6 +220,10 @@ def _ask(
     require(
         page or prompt is not None or not image,
         'give --prompt QUESTION, what you ask about the picture'
+    )
+    require(
+        not choices or not (page or temperature or stop),
+        '--choices are rated, nothing is drawn or cut: leave out --page, --temperature, --stop'
     )
     with user_path():
         source = checkpoint or newest_run()
@@ -240,7 +245,8 @@ def _ask(
         seed,
         json,
         model,
-        sure
+        sure,
+        choices
     )
 
 # %% ../nbs/97_cli.ipynb #25160ab8
@@ -262,6 +268,7 @@ def _eval(
     rows:Pos|None = None, # likewise: rows to ask about; default: the ask_samples of the run, or all of --data
     # likewise: training rows on which a linear probe on the vision tower's features learns to answer, too
     probe:Count = 0,
+    answers:NewFile|None = None, # likewise: write a line of JSON for each question there, with both answers
     json:bool = False, # likewise: a line of JSON instead of a table
 ):
     """Evaluate a checkpoint on tasks, or whether it uses its pictures.
@@ -270,8 +277,8 @@ def _eval(
     the picture of another row and the best guess without looking."""
     require(write_tasks or checkpoint, 'give a checkpoint, or --write_tasks DIR')
     require(
-        not tasks or not (config or data or rows or probe or json),
-        '--config, --data, --rows, --probe and --json are for an evaluation without --tasks'
+        not tasks or not (config or data or rows or probe or answers or json),
+        '--config, --data, --rows, --probe, --answers and --json are for an evaluation without --tasks'
     )
     of_tasks = dict(
         include_path=include_path,
@@ -294,7 +301,16 @@ def _eval(
     if not (tasks or write_tasks):
         from nanovlm_nb.answers.look import look_at_checkpoint
         return look_at_checkpoint(
-            str(checkpoint), config, rows, json, device, batch_size, probe, model, data
+            str(checkpoint),
+            config,
+            rows,
+            json,
+            device,
+            batch_size,
+            probe,
+            model,
+            data,
+            answers
         )
     from nanovlm_nb.answers.tasks import evaluate_checkpoint,write_tasks as write
     if not write_tasks:

@@ -602,6 +602,7 @@ class Result:
     question:str # as asked
     answer:str # reference answer
     reply:str='' # the model's answer
+    row:str='' # id of the row that asks, if it has one
 
     @property
     def right(self)->bool: # exact match
@@ -631,8 +632,10 @@ def questions_of(rows:Iterable[dict], # samples with `images`, `texts`, and perh
             kinds = [turn['user'] for turn in turns]
         else:
             kinds = [row.get('source') or 'all']*len(turns)
+        name = str(row.get('id', ''))
         for kind,turn in zip(kinds, turns, strict=True):
-            results.append(Result(kind, images, turn['user'], turn['assistant']))
+            result = Result(kind, images, turn['user'], turn['assistant'], row=name)
+            results.append(result)
     return results
 
 # %% ../../nbs/55_answers.answer.ipynb #09a0ee6a
@@ -753,6 +756,7 @@ def ask(
     as_json:bool=False, # a line of JSON for each answer
     model:ModelClass=None, # of your own, see `model_class`
     sure:bool=False, # also how likely each answer is
+    choices:Sequence[str]|None=None, # answer with the likeliest of these; None: freely
 )->None:
     "Prints the answers of a checkpoint to questions about some pictures."
     right = None
@@ -776,8 +780,9 @@ def ask(
     for start in range(0, len(questions), _TOGETHER):
         batch = questions[start:start+_TOGETHER]
         asked = [(pictures,question) for question in batch]
-        replies = asker(asked, max_new_tokens, stop, **sampling)
-        if sure: asker.note_sure(asked, replies)
+        if choices: replies = [asker.ask(pictures, question, choices) for question in batch]
+        else: replies = asker(asked, max_new_tokens, stop, **sampling)
+        if sure and not choices: asker.note_sure(asked, replies)
         for question,reply in zip(batch, replies):
             text = str(reply)
             if as_json:

@@ -62,6 +62,8 @@ def other_pictures(
 # %% ../../nbs/56_answers.look.ipynb #31a00006
 class Scores(dict):
     "Right answers: heading -> kind of question, or 'all' -> (right, asked)."
+    answered:list[Result] = [] # every question, with the answer of the model
+
     @property
     def accuracy(self)->float: # 0 to 1
         "Returns the share of right answers."
@@ -86,10 +88,11 @@ def compare_answers(
     asker:Asker,
     rows:list[dict], # with decoded `images`
     batch_size:int=128, # questions asked together
-)->tuple[Scores,list[Result]]: # the table, and the answered questions
+)->Scores: # with the questions as `answered`
     "Counts right answers, and what can be had without looking."
     answered = answer_all(asker, questions_of(rows), batch_size)
-    scores = {'answers':accuracy(answered)}
+    scores = Scores(answers=accuracy(answered))
+    scores.answered = answered
     others = other_pictures(rows)
     if others:
         exchanged = answer_all(asker, questions_of(others), batch_size)
@@ -113,7 +116,7 @@ def compare_answers(
             kinds.append(result.kind)
             helped.append(own<other)
         scores['picture helps'] = tally_kinds(kinds, helped)
-    return Scores(scores),answered
+    return scores
 
 # %% ../../nbs/56_answers.look.ipynb #31a000e0
 def _source_of(path, cfg=TrainConfig()):
@@ -280,6 +283,28 @@ def held_out_rows(
     return first_rows(val.source, n, samples)
 
 # %% ../../nbs/56_answers.look.ipynb #df01578a
+def _write_answers(results, path):
+    "Writes a line of JSON for each answered question."
+    with open(path, 'w', encoding='utf-8') as file:
+        for result in results:
+            record = dict(
+                row=result.row,
+                question=result.question,
+                answer=result.answer,
+                reply=str(result.reply),
+                right=result.right
+            )
+            file.write(json.dumps(record, ensure_ascii=False)+'\n')
+
+# column -> what it counts
+_COLUMNS = {
+    'answers':'right, word for word',
+    'another picture':'right when asked about the picture of another row',
+    'blind guess':'right if one always gives the commonest answer',
+    'picture helps':'the right answer is likelier with its own picture than with another',
+    'linear probe':"right by a regression on the vision tower's features, without a language model"
+}
+
 def look_at_checkpoint(
     checkpoint:str|Path, # or a run, or a hub id
     config:str|Path|None=None, # YAML file that names the data; None: that of the run
@@ -290,6 +315,7 @@ def look_at_checkpoint(
     probe_rows:int=0, # training rows for a linear probe; 0: none
     model:ModelClass=None, # of your own, see `model_class`
     data:str|Path|None=None, # file or folder of other held-out rows, as `train_dataset_path`
+    answers:str|Path|None=None, # file to write: a line of JSON for each question, with row and answers
 )->None:
     "Prints the table of right answers about held-out rows, and what is wrong with them."
     asker = Asker.from_checkpoint(checkpoint, device, model=model)
@@ -322,16 +348,18 @@ def look_at_checkpoint(
         f'{data or config}: no held-out row can be asked about: '
         f'{val.drops.blame or "val_size is 0"}'
     )
-    scores,_ = compare_answers(asker, held_out, batch_size)
+    scores = compare_answers(asker, held_out, batch_size)
     if probe_rows:
         loaders = loaders_of(cfg, run_dir)
         train,_ = loaders(cfg, asker.model.cfg, tokenizer=asker.tokenizer)
         train_rows = held_out_rows(train, probe_rows, asker.model.cfg)
         scores['linear probe'] = probe(asker, train_rows, held_out)
+    if answers: _write_answers(scores.answered, answers)
     if as_json:
         say(json.dumps(scores))
         return
     say(accuracy_table(scores))
+    say('\n'.join(f'  {name}: {_COLUMNS[name]}' for name in scores))
     if val.drops.blame: say(val.drops.blame)
     judgement = verdict(scores)
     if judgement: say(judgement)

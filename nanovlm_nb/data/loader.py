@@ -555,6 +555,16 @@ def get_dataloaders(
     )
 
 # %% ../../nbs/25_data.loader.ipynb #63c5131b
+def _decoded(row, samples):
+    "Returns a row with decoded pictures; raises `Dropped` if it cannot be one of these samples."
+    if isinstance(row, Dropped): raise row
+    if samples is not None: samples.plan_row(row)
+    white = samples and samples.image_processor.pixel_max
+    try: pictures = [open_image(picture, white) for picture in row['images']]
+    except UnreadableImage as e:
+        raise Dropped(row['id'], 'unreadable_image', str(e)) from e
+    return row|dict(images=pictures)
+
 def first_rows(
     source,
     n:int, # rows
@@ -564,17 +574,9 @@ def first_rows(
     result:list[dict] = []
     for _,row in source.rows_of(0, 1, 0):
         if len(result)==n: break
-        try:
-            if isinstance(row, Dropped): raise row
-            if samples is not None: samples.plan_row(row)
-            white = samples and samples.image_processor.pixel_max
-            pictures = [open_image(picture, white) for picture in row['images']]
-            result.append(row|dict(images=pictures))
-        except (Dropped, UnreadableImage) as e:
-            if samples is None: continue
-            if isinstance(e, UnreadableImage):
-                e = Dropped(row['id'], 'unreadable_image', str(e))
-            samples.drops.add(e)
+        try: result.append(_decoded(row, samples))
+        except Dropped as e:
+            if samples is not None: samples.drops.add(e)
     return result
 
 # %% ../../nbs/25_data.loader.ipynb #1d0a0e04

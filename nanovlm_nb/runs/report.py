@@ -178,7 +178,7 @@ def _ask_held_out(
 )->dict[str,dict]: # heading of the table -> kind -> (right, asked)
     "Asks held-out questions, see `compare_answers`."
     log.info(f'asking the best checkpoint about {len(rows)} held-out samples, and about other pictures')
-    scores,seen = compare_answers(asker, rows)
+    scores = compare_answers(asker, rows)
     log.info('held-out questions\n'+accuracy_table(scores))
     accuracies = {
         f'answers/{kind}':right/asked
@@ -186,8 +186,8 @@ def _ask_held_out(
     }
     log.log(accuracies, step)
     write_atomic(log.run_dir/ANSWER_TABLE, json.dumps(scores, indent=1)+'\n')
-    if any(r.images for r in seen):
-        plot_answers(seen, log.run_dir/'samples.png')
+    if any(result.images for result in scores.answered):
+        plot_answers(scores.answered, log.run_dir/'samples.png')
     return scores
 
 # %% ../../nbs/64_runs.report.ipynb #55000021

@@ -405,7 +405,9 @@ def _start(
         begin()
     line = size_line(trainer.loader.source, trainer.held_out.source)
     total = trainer.total_steps
-    log.info(f'{line}; {total:,} updates' if total else line)
+    if total and not train_cfg.max_epochs: # else the trainer counts the updates of an epoch first
+        line += f'; {total:,} updates'
+    log.info(line)
     def keep():
         names = own if without_loaders else _keep_data(trainer, run_dir, own)
         _keep_config(run_dir, vlm_cfg, train_cfg, names, config)

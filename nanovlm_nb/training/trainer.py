@@ -347,7 +347,10 @@ def _prepare(trainer:Trainer)->None: # every rank must call
         if trainer.epoch_size is None:
             trainer.epoch_size = trainer.loader.epoch_updates()
         planned = trainer.planned or 'an unknown number of'
-        trainer.log.info(f'{cfg.max_epochs} epochs: about {planned} updates')
+        text = f'{cfg.max_epochs} epochs: about {planned} updates'
+        if trainer.planned and not cfg.length.samples and cfg.length.steps<trainer.planned:
+            text += f'; the run ends before, after {cfg.length.steps} (max_training_steps)'
+        trainer.log.info(text)
     total = trainer.total_steps
     trainer.log.length(total)
     if cfg.compile is not None: trainer.compiled = cfg.compile
