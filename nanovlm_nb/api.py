@@ -16,9 +16,10 @@ import torch
 from typing_extensions import Unpack # torch needs it too; typing has it since Python 3.11
 
 from .core.usage import check_known,check_new_folder,require
-from .core.fields import Format,OWN_ROWS,Pos,as_type
+from .core.fields import Count,Format,OWN_ROWS,Pos,as_type
 from .core.config import BACKBONE_RATES,FIELDS,TrainConfig,VLMConfig,change,preset as preset_of
 from .core.dist import pick_device
+from .core.settings import own_settings
 from .data.images import image_processor_of
 from .data.files import load_configs,own_rows
 from .data.loader import get_dataloaders
@@ -39,7 +40,6 @@ def _learning(rate):
 
 # %% ../nbs/96_api.ipynb #91a10006
 _FOR_ROWS = dict(
-    train_dataset_path=OWN_ROWS,
     stream_dataset=False,
     data_cutoff_idx=None,
     num_workers=0,
@@ -55,11 +55,16 @@ _LENGTHS = {'max_training_steps','max_training_samples','max_epochs'} # each say
 
 def _settings(count, preset, given, val_size=None, kind=VLMConfig):
     "Returns configurations for `count` rows of your own; what is not given is as in the preset, or as above."
+    check_known(given, FIELDS|kind.__dataclass_fields__, 'setting')
+    found = own_settings(given)
+    if found: # the run goes on as it began
+        _,vlm_cfg,train_cfg = found
+        return change(kind.of(vlm_cfg), train_cfg, given)
     vlm_cfg,train_cfg = preset_of(preset)
     vlm_cfg = kind.of(vlm_cfg)
-    check_known(given, FIELDS|kind.__dataclass_fields__, 'setting')
     if val_size is None:
         val_size = min(100, max(1, count//10)) if count > 1 else 0
+    val_size = as_type('val_size', given.get('val_size', val_size), Count)
     steps = given.get('max_training_steps', train_cfg.max_training_steps)
     quarter = as_type('max_training_steps', steps, Pos)//4
     rates = {}
@@ -72,10 +77,10 @@ def _settings(count, preset, given, val_size=None, kind=VLMConfig):
         rates.pop(BACKBONE_RATES[name], None) # see `change`
     uncropped = given.get('custom_transforms') or given.get('cache_features')
     usual = _FOR_ROWS | rates
-    if backbones:
-        quarter = min(quarter, 100) # it learns faster than one from nothing
-        if not given.keys() & _LENGTHS:
-            usual |= dict(max_epochs=20)
+    if backbones and not given.keys() & _LENGTHS: # it learns faster than one from nothing
+        usual |= dict(max_epochs=20)
+    if backbones or given.get('max_epochs') or given.get('max_training_samples'):
+        quarter = min(quarter, 100)
     usual |= dict(
         random_crop=None if uncropped else .7,
         val_size=val_size,
@@ -251,6 +256,13 @@ def _columns(given):
     "Returns the arguments of `own_rows` about columns."
     return given.get('columns', ()),given.get('keep_columns', ())
 
+def _tables(path, names, given):
+    "Returns the data sets of a file or folder, by name."
+    options = {
+        name:given[name] for name in ('columns','images_path') if name in given
+    }
+    return load_configs(path, names, **options)
+
 def _rows_of(rows, weights, given):
     "Returns what `get_dataloaders` takes in place of rows of your own, and how many they are."
     if hasattr(rows, 'rows_of'):
@@ -302,26 +314,29 @@ def train(
         _unchecked(TrainConfig)(**settings)
     given:dict[str,Any] = dict(console_line='none') if quiet else {}
     given |= settings
+    for name in ('columns','keep_columns'):
+        if isinstance(given.get(name), str):
+            given[name] = given[name].split() # as the command line has them
     kind = model_class(model)
     data:dict[str,Any] = dict(transforms=transforms) if transforms else {}
     if processor: data['processor'] = processor
     if isinstance(rows, (str,Path)):
         given = dict(train_dataset_path=str(rows)) | given
-        names = given.get('train_dataset_name', ['default'])
-        options = {
-            name:given[name] for name in ('columns','images_path') if name in given
-        }
-        configs = load_configs(rows, names, **options)
-        count = sum(map(len, configs.values()))
+        tables = _tables(rows, given.get('train_dataset_name', ['default']), given)
+        count = sum(map(len, tables.values()))
     else:
+        given = dict(train_dataset_path=OWN_ROWS) | given
         data['rows'],count = _rows_of(rows, weights, given)
     val_size = None
     require(
         val_rows is not None or weights is None,
         'rows with weights: give val_rows, the rows to validate on'
     )
-    if val_rows is not None:
+    if isinstance(val_rows, (str,Path)):
+        [data['val_rows']] = _tables(val_rows, ['default'], given).values()
+    elif val_rows is not None:
         data['val_rows'] = own_rows(val_rows, *_columns(given))
+    if val_rows is not None:
         val_size = len(data['val_rows'])
     vlm_cfg,train_cfg = _settings(count, preset, given, val_size, kind.config_class)
     loaders = partial(get_dataloaders, **data) if data else None
@@ -356,13 +371,14 @@ def load(
 def evaluate(
     model:Asker|str|Path, # in memory, or what `load` takes
     rows, # as for `train`
+    columns:Sequence[str]=(), # such as `image=photo`, as for `train`
 )->Scores:
     """Returns right answers and questions of some rows, beside what can be had without the right picture:
     'answers', 'another picture', 'blind guess', 'picture helps' -> kind of question, or 'all' ->
     (right, asked). Its `accuracy` is the share of right answers, `answered` are the questions, each with
     its `row`, the right `answer`, the model's `reply` and whether it is `right`."""
     asker = model if isinstance(model, Asker) else load(model)
-    rows = decoded_rows(rows, asker.model.cfg.pixel_max)
+    rows = decoded_rows(rows, asker.model.cfg.pixel_max, columns)
     return compare_answers(asker, rows)
 
 # %% ../nbs/96_api.ipynb #91a1001e

@@ -265,6 +265,8 @@ def _eval(
     write_tasks:Text|None = None, # write the tasks shapes, digits and digits_choice there, and end
     config:Text|None = None, # without --tasks: YAML that names the validation data; default: the run's
     data:str|None = None, # likewise: ask about all rows of this file or folder; see --train_dataset_path
+    images_path:Folder|None = None, # with --data: directory of its pictures; default: that of the file
+    columns:list[str]|None = None, # with --data: its columns, such as image=photo; default: those of the run
     rows:Pos|None = None, # likewise: rows to ask about; default: the ask_samples of the run, or all of --data
     # likewise: training rows on which a linear probe on the vision tower's features learns to answer, too
     probe:Count = 0,
@@ -280,6 +282,10 @@ def _eval(
         not tasks or not (config or data or rows or probe or answers or json),
         '--config, --data, --rows, --probe, --answers and --json are for an evaluation without --tasks'
     )
+    require(
+        data or not (images_path or columns),
+        '--images_path and --columns are for the rows of --data FILE'
+    )
     of_tasks = dict(
         include_path=include_path,
         prompts=prompts if prompts!='nanovlm' else None,
@@ -289,7 +295,7 @@ def _eval(
     )
     for flag,value in of_tasks.items():
         require(
-            tasks or write_tasks or value is None,
+            tasks or value is None,
             f'--{flag} is for an evaluation on tasks: give --tasks, or leave it out'
         )
     files = [
@@ -310,7 +316,9 @@ def _eval(
             probe,
             model,
             data,
-            answers
+            answers,
+            images_path,
+            columns
         )
     from nanovlm_nb.answers.tasks import evaluate_checkpoint,write_tasks as write
     if not write_tasks:

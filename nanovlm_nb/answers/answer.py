@@ -32,6 +32,7 @@ from ..model.vlm import ModelClass,VisionLanguageModel,model_class
 from ..data.images import ImageProcessor,image_processor_of,image_size,made_processor
 from ..data.images import open_image
 from ..data.prompts import encode_chat,encode_prompt,image_strings,place_pictures
+from ..data.rows import only_kept
 from ..data.values import as_list
 from ..data.files import as_picture
 
@@ -263,12 +264,13 @@ class Asker:
         questions:list[tuple]|Image.Image, # see `stream`; or a picture
         max_new_tokens:int|str=32, # longest answer in tokens; after a picture its question
         stop:Sequence[str|int]=(), # see `ends`
-        **sampling, # see `stream`
+        shorten:bool=False, # see `stream`
+        **sampling, # likewise
     )->list[Reply]: # answers without special tokens
         "Answers several questions in one batch, or one about one picture."
         if isinstance(max_new_tokens, str):
             return self([(questions, max_new_tokens)], stop=stop, **sampling)
-        *_,streams = self._streams(questions, max_new_tokens, stop, False, sampling)
+        *_,streams = self._streams(questions, max_new_tokens, stop, shorten, sampling)
         replies = [Reply(text.strip()) for text in streams.texts]
         for reply,ended in zip(replies, streams.done):
             reply.cut = not ended
@@ -614,11 +616,12 @@ FEW = 8 # different questions, each of which is a kind of its own
 
 def questions_of(rows:Iterable[dict], # samples with `images`, `texts`, and perhaps `kinds` or `source`
 )->list[Result]: # not yet answered
-    "Returns every turn of every sample as a question."
+    "Returns every turn of every sample that has an answer as a question."
     placed = []
     different = set()
     sources = set()
     for row in rows:
+        row = only_kept(row, {})
         images = list(row['images'] or [])
         turns = place_pictures(row['texts'], len(images))
         different.update(turn['user'] for turn in turns)
@@ -626,12 +629,12 @@ def questions_of(rows:Iterable[dict], # samples with `images`, `texts`, and perh
         placed.append((row, images, turns))
     results = []
     for row,images,turns in placed:
-        if row.get('kinds'):
+        if row['kinds']:
             kinds = row['kinds']
         elif len(sources)==1 and len(different)<=FEW:
             kinds = [turn['user'] for turn in turns]
         else:
-            kinds = [row.get('source') or 'all']*len(turns)
+            kinds = [str(row.get('source') or 'all')]*len(turns)
         name = str(row.get('id', ''))
         for kind,turn in zip(kinds, turns, strict=True):
             result = Result(kind, images, turn['user'], turn['assistant'], row=name)
@@ -639,20 +642,24 @@ def questions_of(rows:Iterable[dict], # samples with `images`, `texts`, and perh
     return results
 
 # %% ../../nbs/55_answers.answer.ipynb #09a0ee6a
-LONGEST = 32 # tokens of an answer at most, unless a caller gives another number
+LONGEST = 32 # tokens of an answer at most, unless the right one or a caller needs more
+
+def _room(asker, results):
+    "Returns how many tokens the answers to some questions may have."
+    encoded = asker.tokenizer([result.answer for result in results]).input_ids
+    return max(LONGEST, 4+max(map(len, encoded))) # its end, and a few where a prompt changes the cut
 
 def answer_all(
     asker:Asker,
     results:list[Result], # from `questions_of`; `reply` is filled in
     batch_size:int=128, # questions asked together
-    max_new_tokens:int=LONGEST, # longest answer in tokens
+    max_new_tokens:int|None=None, # longest answer in tokens; None: as long as the right ones, 32 at least
 )->list[Result]: # `results`
     "Asks all questions, batch by batch."
     for start in range(0, len(results), batch_size):
         batch = results[start:start+batch_size]
-        replies = asker(
-            [(result.images,result.question) for result in batch], max_new_tokens
-        )
+        questions = [(result.images,result.question) for result in batch]
+        replies = asker(questions, max_new_tokens or _room(asker, batch), shorten=True)
         for result,reply in zip(batch, replies):
             result.reply = reply
     return results

@@ -8,6 +8,7 @@ __all__ = ['other_pictures', 'Scores', 'compare_answers', 'decoded_rows', 'exact
 
 # %% ../../nbs/56_answers.look.ipynb #68227659
 import json
+from collections.abc import Sequence
 from copy import copy
 from importlib.util import find_spec
 from itertools import islice
@@ -27,7 +28,9 @@ from ..data.shapes import blind_guesses
 from ..data.kept import held_out_loader,loaders_of
 from ..data.drops import Dropped
 from ..data.loader import first_rows,load_sources
+from ..data.sources import MapSource
 from ..data.prompts import place_pictures
+from ..data.rows import keep_turns
 from ..model.vision import stack_tiles
 from ..model.vlm import ModelClass
 from ..training.trainer import Judge
@@ -119,10 +122,11 @@ def compare_answers(
     return scores
 
 # %% ../../nbs/56_answers.look.ipynb #31a000e0
-def _source_of(path, cfg=TrainConfig()):
+def _source_of(path, cfg=TrainConfig(), **changes):
     "Returns all rows of a file or folder, in their order."
     whole = evolve(
         cfg,
+        **changes,
         train_dataset_path=str(path),
         train_dataset_name=['default'],
         train_dataset_weights=[],
@@ -134,21 +138,20 @@ def _source_of(path, cfg=TrainConfig()):
     source.shuffle = False
     return source
 
-def _rows_in(path):
-    "Yields the rows of a file or folder; a UsageError names the first that cannot be read."
-    for _,row in _source_of(path).rows_of(0, 1, 0):
-        if isinstance(row, Dropped):
-            raise UsageError(f'{path}: {row.id}: {row.detail}')
-        yield row
-
 def decoded_rows(
     rows:Any, # as `train` takes them
     white:float|None=None, # see `open_image`
+    columns:Sequence[str]=(), # see `rename`
 )->list[dict]:
-    "Returns rows of your own with decoded pictures."
+    "Returns rows of your own with decoded pictures; a UsageError names the first that cannot be read."
     decoded = []
-    read = _rows_in if isinstance(rows, (str,Path)) else own_rows
-    for row in read(rows):
+    if isinstance(rows, (str,Path)):
+        source = _source_of(rows, columns=list(columns))
+    else:
+        source = MapSource(own_rows(rows, columns), shuffle=False)
+    for _,row in source.rows_of(0, 1, 0):
+        if isinstance(row, Dropped):
+            raise UsageError(f'{row.id}: {row.detail}')
         images = [open_image(picture, white) for picture in row['images'] or []]
         decoded.append(row|dict(images=images))
     return decoded
@@ -218,7 +221,7 @@ def known_answers(
     turns = []
     for row in rows:
         images = list(row['images'] or [])
-        placed = place_pictures(row['texts'], len(images))
+        placed = place_pictures(keep_turns(row, {}), len(images))
         for i,turn in enumerate(placed):
             question = [*placed[:i], dict(user=turn['user'])]
             turns.append((images, question, turn['assistant']))
@@ -316,6 +319,8 @@ def look_at_checkpoint(
     model:ModelClass=None, # of your own, see `model_class`
     data:str|Path|None=None, # file or folder of other held-out rows, as `train_dataset_path`
     answers:str|Path|None=None, # file to write: a line of JSON for each question, with row and answers
+    images_path:str|Path|None=None, # directory of the pictures of `data`; None: that of the file
+    columns:list[str]|None=None, # of `data`, such as `image=photo`; None: those of the run
 )->None:
     "Prints the table of right answers about held-out rows, and what is wrong with them."
     asker = Asker.from_checkpoint(checkpoint, device, model=model)
@@ -331,7 +336,10 @@ def look_at_checkpoint(
     cfg = evolve(
         cfg, val_workers=0, num_workers=0, cache_features=False, custom_transforms=[]
     )
-    source = _source_of(data, cfg) if data else None
+    source = None
+    if data:
+        of_file = dict(images_path=images_path, columns=columns or cfg.columns)
+        source = _source_of(data, cfg, **of_file)
     val = held_out_loader(
         cfg,
         asker.model.cfg,

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['TRUSTED', 'save_yaml', 'read_yaml', 'read_sections', 'trust_flags', 'check_trust', 'load_yaml', 'run_path',
-           'help_flag', 'check_run', 'SettingsParser', 'parse_args']
+           'own_settings', 'help_flag', 'check_run', 'SettingsParser', 'parse_args']
 
 # %% ../../nbs/04_core.settings.ipynb #087088dc
 from argparse import ArgumentDefaultsHelpFormatter,Namespace,SUPPRESS
@@ -202,7 +202,7 @@ def run_path(
     return _beside(folder, run_name, resume) if resume_from_vlm_checkpoint else folder/run_name
 
 # %% ../../nbs/04_core.settings.ipynb #f1257028
-def _own_settings(
+def own_settings(
     named:dict, # fields that were given
 )->tuple[Path,VLMConfig,TrainConfig]|None: # None: a new run begins
     "Returns the settings of the run that a start with `resume` goes on with, and where they were read."
@@ -299,7 +299,7 @@ def check_run(path:str|Path)->Path:
 def _combined(name, config, given):
     "Returns `vlm_cfg` and `train_cfg` from preset, file and flags, and `saved`, a run's own file."
     its_preset,named = _read_yaml(config, given) if config is not None else (None,given)
-    source,vlm,train = _own_settings(named) or (
+    source,vlm,train = own_settings(named) or (
         None,
         *preset(name or its_preset or 'shapes')
     )

@@ -34,7 +34,7 @@ from .images import image_processor_of,made_processor,open_image
 from .images import UnreadableImage
 from .values import as_json
 from .drops import Dropped,Drops
-from .rows import RATINGS
+from .rows import only_kept,RATINGS
 from .samples import VQADataset
 from .shapes import shapes_dataset,shapes_tokenizer
 from .packing import Batch,collate_packs,pack
@@ -558,7 +558,9 @@ def get_dataloaders(
 def _decoded(row, samples):
     "Returns a row with decoded pictures; raises `Dropped` if it cannot be one of these samples."
     if isinstance(row, Dropped): raise row
-    if samples is not None: samples.plan_row(row)
+    if samples is not None:
+        samples.plan_row(row)
+        row = only_kept(row, samples.minimums)
     white = samples and samples.image_processor.pixel_max
     try: pictures = [open_image(picture, white) for picture in row['images']]
     except UnreadableImage as e:
