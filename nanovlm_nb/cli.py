@@ -173,7 +173,7 @@ def _classify(
     predict:Checkpoint|None = None,
 ):
     "Train a classifier, or sort pictures with one."
-    training = dict(
+    training:dict[str,Any] = dict(
         config=config,
         model=model,
         datasets=datasets,
