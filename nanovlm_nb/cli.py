@@ -173,17 +173,12 @@ def _classify(
     predict:Checkpoint|None = None,
 ):
     "Train a classifier, or sort pictures with one."
-    if predict or pictures:
-        from nanovlm_nb.uses.classify import sort_pictures
-        sort_pictures(predict, pictures)
-        return 0
-    from nanovlm_nb.uses.classify import classify
-    return classify(
-        config,
-        model,
-        datasets,
-        run_name,
-        resume_from,
+    training:dict[str,Any] = dict(
+        config=config,
+        model=model,
+        datasets=datasets,
+        run_name=run_name,
+        resume_from=resume_from,
         deepspeed_config=deepspeed_config,
         lr_schedule=lr_schedule,
         custom_transforms=custom_transforms,
@@ -191,6 +186,16 @@ def _classify(
         wandb_entity=wandb_entity,
         wandb_project=wandb_project
     )
+    if predict or pictures:
+        from nanovlm_nb.uses.classify import sort_pictures
+        given = [f'--{name}' for name,value in training.items() if value is not None]
+        require(
+            not (predict and given),
+            f'--predict sorts pictures: leave out {", ".join(given)}, which training reads'
+        )
+        return sort_pictures(predict, pictures)
+    from nanovlm_nb.uses.classify import classify
+    return classify(**training)
 
 # %% ../nbs/97_cli.ipynb #a044a99b
 @command()

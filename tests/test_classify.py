@@ -294,9 +294,11 @@ def test_a_new_head_trains_beside_adapters_and_is_saved_with_them(place, kind):
         'score.weight'
     ].equal(last['score.weight'])
     digits_splits()['test'][0]['image'].save(place / 'digit.png')
-    assert nanovlm(
-        ['classify', '--predict', folder, 'digit.png'], place
-    ).stdout.startswith('digit.png\t')
+    (place / 'broken.png').write_bytes(b'a picture')
+    sorting = ['classify', '--predict', folder, 'broken.png', 'digit.png']
+    done = nanovlm(sorting, place, check=False)
+    assert (done.returncode, done.stdout[:10]) == (1, 'digit.png\t')
+    assert "'broken.png' cannot be read" in done.stderr
     before = record(folder)
     run(command(file, '--resume_from', 'checkpoint-6'), place)
     assert record(folder) == before

@@ -226,7 +226,9 @@ def test_a_file_without_pictures_is_told_what_it_lacks(place, refusal):
     )
 
 
-def test_what_cannot_work_is_said_in_a_sentence(place, refusal, monkeypatch, tmp_path):
+def test_what_cannot_work_is_said_in_a_sentence(
+    place, refusal, capsys, caplog, monkeypatch, tmp_path
+):
     "Export to what has no such model, kept features, videos; other commands lead a classifier to its own."
     monkeypatch.chdir(tmp_path)
     for kind in ('smolvlm', 'idefics3', 'gguf', 'onnx', 'web'):
@@ -270,8 +272,17 @@ def test_what_cannot_work_is_said_in_a_sentence(place, refusal, monkeypatch, tmp
     )
     some = ['classify', '--config', 'films.yaml', '--datasets']
     assert 'videos are not read here, save pictures of them' in refusal(*some, 'films')
-    assert 'it is a video: save pictures of it' in refusal(
-        'classify', '--predict', 'made', films[0]
+    Image.new('RGB', (9, 9)).save('a.png')
+    predict = ['classify', '--predict', 'made', 'a.png']
+    assert main([*predict, str(films[0]), 'a.png']) == 1  # the others are sorted
+    assert 'it is a video: save pictures of it' in caplog.text
+    told = capsys.readouterr().out.splitlines()
+    assert [line.split('\t')[0] for line in told] == ['a.png'] * 2
+    assert 'there is no picture b.png, did you mean a.png?' in refusal(
+        *predict, 'b.png'
+    )
+    assert 'leave out --run_name, --tracker, which training reads' in refusal(
+        *predict, '--run_name', 'a', '--tracker', 'none'
     )
     assert 'of its kind only Qwen2.5-VL is built here' in refusal(
         *some, 'digits', '--model', 'Qwen/Qwen3-VL-8B-Instruct'

@@ -174,7 +174,7 @@ def test_splits_stay_apart(tmp_path, digits, cache, file):
 
 
 def test_hub_names(monkeypatch, caplog):
-    "A hub name goes to load_dataset with each configuration; one that does not exist is skipped by name, one that cannot be reached is an error."
+    "A hub name goes to load_dataset with each configuration; one of `all` that does not exist is skipped by name, one that was asked for and does not exist, or cannot be reached, is an error."
     calls = []
 
     def load_dataset(path, name, split, cache_dir):
@@ -185,6 +185,8 @@ def test_hub_names(monkeypatch, caplog):
             )
         if name == 'away':
             raise ConnectionError("Couldn't reach the Hub")
+        if name == 'goone':
+            raise ValueError("BuilderConfig 'goone' not found.")
         return datasets.Dataset.from_list(
             [dict(images=[], texts=[dict(user='q', assistant=name)], source=name)]
         )
@@ -206,6 +208,8 @@ def test_hub_names(monkeypatch, caplog):
     ] == [(True, True)]
     with pytest.raises(ConnectionError, match="Couldn't reach"):
         load_data('someone/FineVision', ['a', 'away'])
+    with pytest.raises(FileNotFoundError, match='there are .*, did you mean gone?'):
+        load_data('someone/FineVision', ['a', 'goone'])
     load_data('someone/FineVision')
     assert calls[-1] == ('someone/FineVision', 'default', 'train')
 

@@ -15,7 +15,7 @@ from collections.abc import Callable,Iterable,Sequence
 from contextlib import contextmanager,ExitStack,suppress
 from dataclasses import dataclass,replace
 from functools import lru_cache,partial
-from itertools import chain
+from itertools import chain,zip_longest
 from pathlib import Path
 from typing import Any,IO
 
@@ -27,8 +27,8 @@ from datasets.exceptions import DatasetsError
 from datasets.packaged_modules.parquet.parquet import Parquet
 from pyarrow.dataset import ParquetFragmentScanOptions
 
-from ..core.usage import check_hub_name,MissingFile,near_path,require,Unreachable
-from ..core.usage import UsageError
+from ..core.usage import check_hub_name,MissingFile,near_path,nearest,require
+from ..core.usage import Unreachable,UsageError
 from ..core.run_dir import lock_file,write_atomic
 from .values import Folders,names_picture
 from .drops import Dropped,Drops
@@ -157,14 +157,31 @@ def _pairs(folder):
             endings |= {part.rpartition('.')[2] for part,_ in parts}
     return pairs if endings & {'txt', 'caption', 'json'} else {}
 
+_SEPARATORS = ',\t;|'
+
+def _header_line(lines):
+    "The next line that says something: spreadsheets write an empty one as `;;;`."
+    return next((line for line in lines if line.strip(f'{_SEPARATORS}" \r\n')), '')
+
 def _table_rows(file):
-    "The rows of a table; what separates its fields is seen from its header."
+    "The rows of a table; what separates its fields is seen from its header, or said by `sep=;` before it."
     csv.field_size_limit(sys.maxsize) # a picture may be written into a field
     how = dict(encoding='utf-8-sig', errors='surrogateescape', newline='') # a row of Latin-1 costs itself
     with io.TextIOWrapper(_opened(file), **how) as text:
-        separator = max(',\t;|', key=text.readline().count)
-    with io.TextIOWrapper(_opened(file), **how) as text:
-        yield from csv.DictReader(text, delimiter=separator, skipinitialspace=True)
+        header = _header_line(text)
+        said = re.fullmatch(r'"?sep=([^\w\s"]|\t)"?\s*', header, re.IGNORECASE)
+        if said: header = _header_line(text)
+        separator = said[1] if said else max(_SEPARATORS, key=header.count)
+        table = csv.reader(
+            chain([header], text), delimiter=separator, skipinitialspace=True
+        )
+        names = [name.strip() for name in next(table)]
+        named = [*filter(None, names)] # a spreadsheet may have empty columns
+        require(
+            len({*named}) == len(named), f'{file} has two columns of a name: {names}'
+        )
+        for fields in filter(None, table):
+            yield dict(zip_longest(names, fields)) # what has no name is under None
 
 def _objects(file):
     "(number from 1, or name; row) of a folder of pairs, a table, or one JSON value; None: it has JSON lines."
@@ -513,18 +530,19 @@ def _has_data(folder, pattern):
     return False
 
 # %% ../../nbs/24_data.files.ipynb #d1a20164
-def local_configs(path:str|Path)->list[str]: # subfolders with data, in natural order
-    "Configurations of a local data set; none if it has files itself, or folders for splits."
-    names = [
-        p.name for p in Path(path).iterdir() if p.is_dir() and _has_data(p, '**/*')
-    ]
-    if _has_data(Path(path), '*') or _SPLITS & {*names}:
-        return []
+def _data_folders(path):
+    "Subfolders with data, in natural order."
+    names = [p.name for p in path.iterdir() if p.is_dir() and _has_data(p, '**/*')]
     def natural(name):
         return [
             int(part) if part.isdigit() else part for part in re.split(r'(\d+)', name)
         ]
     return sorted(names, key=natural)
+
+def local_configs(path:str|Path)->list[str]: # subfolders with data, in natural order
+    "Configurations of a local data set; none if it has files itself, or folders for splits."
+    names = _data_folders(Path(path))
+    return [] if _has_data(Path(path), '*') or _SPLITS & {*names} else names
 
 # %% ../../nbs/24_data.files.ipynb #a6a531f2
 def _readme_configs(folder):
@@ -533,6 +551,20 @@ def _readme_configs(folder):
     return datasets.get_dataset_config_names(str(folder.resolve()))
 
 # %% ../../nbs/24_data.files.ipynb #17c00007
+def _configs_of(path):
+    "All configurations of a local folder, or of a name on the hub."
+    folder = Path(path)
+    if folder.is_dir(): return [*_data_folders(folder), *_readme_configs(folder)]
+    return datasets.get_dataset_config_names(str(path))
+
+def _check_config(path, name):
+    "Raises a MissingFile with the configurations that are there, unless this is one of them."
+    there = _configs_of(path)
+    if name in there: return
+    near = nearest(name, there)
+    hint = f', did you mean {near}?' if near else ''
+    raise MissingFile(f'no configuration {name} in {path}; there are {there}{hint}')
+
 def config_names(
     path:str|Path, # a folder, a file or a hub name
     names:Sequence[str]=('default',), # see `load_configs`
@@ -543,11 +575,13 @@ def config_names(
     if folder.is_file(): return ['default']
     if not folder.is_dir():
         check_hub_name(path)
-        return datasets.get_dataset_config_names(str(path)) if every else list(names)
+        return _configs_of(path) if every else list(names)
     local = local_configs(folder)
     if every: return local or _readme_configs(folder) or ['default']
     if tuple(names) == ('default',) and 'default' not in local:
         return local or ['default']
+    for name in names:
+        if name != 'default' and not (folder/name).is_dir(): _check_config(path, name)
     return list(names)
 
 # %% ../../nbs/24_data.files.ipynb #fc93185d
@@ -920,8 +954,7 @@ def load_config(
     folder = config_folder(path, name)
     pictures = picture_folders(path, name, images_path)
     if folder == Path(path) and name != 'default' and folder.is_dir():
-        if name not in _readme_configs(folder):
-            raise MissingFile(f'no folder {name} in {path}; there are {local_configs(path)}')
+        _check_config(path, name)
         ds = _load_dataset(
             str(folder.resolve()), split, cache_dir, streaming, name=name
         )
@@ -934,7 +967,10 @@ def load_config(
     elif folder.exists():
         ds = _files(folder, split, cache_dir, streaming)
     else:
-        ds = _load_dataset(str(path), split, cache_dir, streaming, name=name)
+        try: ds = _load_dataset(str(path), split, cache_dir, streaming, name=name)
+        except ValueError:
+            _check_config(path, name)
+            raise
     if as_stored: return ds
     source = folder.stem if folder.is_file() else name
     return conform(ds, source, f'{path} ({name})', columns, pictures, keep)
@@ -985,7 +1021,7 @@ def load_configs(
     for name in chosen:
         try:
             data[name] = load_config(path, name, **options)
-        except UnusedColumn:
+        except (UnusedColumn, MissingFile):
             raise # you can correct it in the settings
         except ConnectionError as e:
             raise _missing_error(path, e) from e
