@@ -19,7 +19,7 @@ from nanovlm_nb.core.config import tiny
 from nanovlm_nb.core.settings import load_yaml
 from nanovlm_nb.core.usage import UsageError
 from nanovlm_nb.data import kept
-from nanovlm_nb.data.images import ImageProcessor
+from nanovlm_nb.data.images import ImageProcessor, open_image
 from nanovlm_nb.data.loader import get_dataloaders
 from nanovlm_nb.data.sources import MapSource
 
@@ -422,3 +422,30 @@ def test_the_position_in_kept_rows_is_the_position_in_memory(tmp_path):
         row['id'] for part in (s, s.held_out()) for _, row in part.rows_of(1, 2, 5)
     ]
     assert order(source) == order(again) and source.describe() == again.describe()
+
+
+def test_what_a_run_keeps_of_pictures_of_16_bits_is_what_its_model_saw(tmp_path):
+    "And what nothing reads in its rows is named once."
+    rows = [
+        dict(
+            image=Image.fromarray(np.asarray(im.convert('L')).astype(np.uint16) * 16),
+            question=question,
+            answers=[answer, f'a {answer}'],
+            explanation='light',
+        )
+        for im, question, answer in ROWS[:20]
+    ]
+    run_dir = train(
+        rows,
+        run_name='deep',
+        vlm_checkpoint_path=str(tmp_path),
+        pixel_max=4095.0,
+        **SETTINGS | dict(max_training_steps=1),
+    ).run_dir
+    again = kept._read_kept(kept.kept_rows(run_dir))
+    for row, same in zip(rows, again, strict=True):
+        pixels = np.asarray(open_image(row['image'], 4095.0))
+        assert pixels.mean() > 50
+        assert (np.asarray(open_image(same['images'][0], 4095.0)) == pixels).all()
+    unread = 'the rows: not read: all but the commonest of `answers`, explanation\n'
+    assert (run_dir / 'train.log').read_text().count(unread) == 1

@@ -13,7 +13,7 @@ import csv,hashlib,io,json,logging,os,pickle,re,shutil,sys,tarfile,tempfile,time
 from collections import Counter
 from collections.abc import Callable,Iterable,Sequence
 from contextlib import contextmanager,ExitStack,suppress
-from dataclasses import dataclass,replace
+from dataclasses import dataclass,field,replace
 from functools import lru_cache,partial
 from itertools import chain,zip_longest
 from pathlib import Path
@@ -417,8 +417,13 @@ def _row_of(make, columns, folders, unread, keep):
 def _table_row(table, i):
     return {name:table[name][i].as_py() for name in table.column_names}
 
+def _stamp(file): # path, or number of an open file
+    "What tells a file from another of that name."
+    stat = os.stat(file)
+    return stat.st_ino,stat.st_size,stat.st_mtime_ns
+
 @lru_cache(maxsize=8)
-def _reading(file): return open(file, 'rb')
+def _reading(file, stamp): return open(file, 'rb')
 
 @dataclass
 class _Lines(Sequence):
@@ -427,6 +432,7 @@ class _Lines(Sequence):
     source:str # its name without the ending
     columns:Sequence[str] # see `rename`
     folders:Folders # of the pictures
+    stamp:tuple[int,...] # of the file, see `_stamp`
     places:pa.Table # see `_places`; of all rows, or of some
     keep:Sequence[str] = () # columns that stay as they are
     unread:set[str]|None = None # gets the columns that nothing reads
@@ -443,7 +449,8 @@ class _Lines(Sequence):
         "The row that stands there, in columns of its own."
         if 'row' in place: row = pickle.loads(place['row'])
         else:
-            row = os.pread(_reading(self.file).fileno(), place['size'], place['start'])
+            opened = _reading(self.file, self.stamp)
+            row = os.pread(opened.fileno(), place['size'], place['start'])
         if isinstance(row, bytes): return json.loads(row)
         if not self.file.is_dir(): return row
         return _sample( # pictures stay where they are
@@ -496,7 +503,16 @@ def text_rows(
     for file in files:
         folders = [file.parent/'images', file.parent] if images_path is None else [images_path]
         source = file.name if file.is_dir() else file.name[:file.name.lower().rindex(ending(file))]
-        whole.append(_Lines(file, source, columns, [*map(str, folders)], _places(file), keep))
+        lines = _Lines(
+            file,
+            source,
+            columns,
+            [*map(str, folders)],
+            _stamp(file),
+            _places(file),
+            keep
+        )
+        whole.append(lines)
     rows_a_part = max(1, -(-sum(map(len, whole))//_SHARES))
     parts = []
     for lines in whole:
@@ -610,7 +626,7 @@ def parquet_footer(file:str|Path)->Any: # None: it is damaged
     except (OSError, pa.ArrowException): return None
 
 @lru_cache(maxsize=8) # of a thousand row groups one takes four megabytes
-def _footer(file, written): # time in ns, so that another file of that name is read again
+def _footer(file, stamp): # see `_stamp`
     return pq.read_metadata(file)
 
 class _Parquet(Parquet):
@@ -618,7 +634,7 @@ class _Parquet(Parquet):
     def _generate_tables(self, files, row_groups_list):
         for i,(name,groups) in enumerate(zip(files, row_groups_list)):
             with open(name, 'rb') as file:
-                footer = _footer(name, os.fstat(file.fileno()).st_mtime_ns)
+                footer = _footer(name, _stamp(file.fileno()))
                 reader = pq.ParquetFile(file, metadata=footer, buffer_size=_READ_BYTES)
                 tables = reader.iter_batches(READ_ROWS, groups, use_threads=False)
                 for k,batch in enumerate(tables):
@@ -773,7 +789,7 @@ def _unpacked(path, compression):
     return open(cache_file, 'rb')
 
 @lru_cache(maxsize=8)
-def _open_tar(path, written): # time in ns, so that another file of that name is read again
+def _open_tar(path, stamp): # see `_stamp`
     "A tar, or what a compressed one holds, and where its samples lie in there."
     file = open(path, 'rb')
     compression = {b'\x1f\x8b': 'gzip', b'BZ': 'bz2', b'(\xb5': 'zstd'}.get(os.pread(file.fileno(), 2, 0))
@@ -795,7 +811,7 @@ class _Tar(Sequence):
     unread:set[str]|None = None # gets the columns that nothing reads
 
     def opened(self)->tuple[IO[bytes],pa.Table]:
-        return _open_tar(self.path, os.stat(self.path).st_mtime_ns)
+        return _open_tar(self.path, _stamp(self.path))
 
     @property
     def damage(self)->str: # '': it can be read to its end
@@ -1047,17 +1063,25 @@ def load_configs(
     return data
 
 # %% ../../nbs/24_data.files.ipynb #29d70011
-def _own_row(row, i, columns, keep):
+def _own_row(row, i, columns, keep, unread=None):
     "One row in FineVision's schema; a ValueError names it and says what is wrong with it."
     if isinstance(row, pa.Table): row = row.to_pylist()[0] # its pictures stay encoded
     if isinstance(row, (tuple, list)) and len(row) == 3:
         row = dict(zip(('image', 'question', 'answer'), row))
     try:
-        ours = read_object(row, columns, keep=keep)
+        ours = read_object(row, columns, unread=unread, keep=keep)
         require(ours['texts'], f'it has no turns: {GIVE}')
     except ValueError as e:
         raise UsageError(f'row {i}: {e}') from None
     return dict(row_id=i)|ours
+
+class _Own(list):
+    "Rows that were read at once, and the columns that nothing reads in them."
+    def __init__(self, rows, columns, keep):
+        self.unread = set[str]()
+        super().__init__(
+            _own_row(row, i, columns, keep, self.unread) for i,row in enumerate(rows)
+        )
 
 @dataclass
 class _Indexed(Sequence):
@@ -1065,9 +1089,11 @@ class _Indexed(Sequence):
     rows:Any # with a length and an index
     columns:Sequence[str] # see `rename`
     keep:Sequence[str] # columns that stay as they are
+    unread:set[str] = field(default_factory=set) # columns that nothing reads in the first row
 
     def __post_init__(self):
-        if len(self): _own_row(self.rows[0], 0, self.columns, self.keep) # or its error
+        if len(self): # or its error
+            _own_row(self.rows[0], 0, self.columns, self.keep, self.unread)
 
     def __len__(self): return len(self.rows)
 
@@ -1111,6 +1137,6 @@ def own_rows(
         f'rows are a {type(rows).__name__}: give a list, a generator, a table (of a DatasetDict '
         "one, as rows['train']), or an object with a length and an index"
     )
-    ours = [_own_row(row, i, columns, keep) for i,row in enumerate(rows)]
+    ours = _Own(rows, columns, keep)
     require(ours, 'there are no rows: give one or more')
     return ours

@@ -9,7 +9,7 @@ __all__ = ['KEEP_BYTES', 'keep_rows', 'kept_file', 'kept_rows', 'loaders_of', 'h
 import io,os
 from collections.abc import Callable,Iterable
 from functools import partial
-from itertools import count,islice
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -22,25 +22,24 @@ from ..core.usage import MissingFile,UsageError,require
 from .drops import Dropped
 from .rows import FEATURES
 from .samples import to_row
-from .images import ENCODED,UnreadableImage,open_image
+from .images import ENCODED,content_of,open_image
 from .sources import MapSource
 from .loader import get_dataloaders
 
 # %% ../../nbs/26_data.kept.ipynb #19a1c006
 def _picture_bytes(
     picture:Any, # what `open_image` takes
+    pixel_max:float|None=None, # see `open_image`
 )->bytes: # empty: it cannot be read
     "The file of a picture."
-    if isinstance(picture, dict):
-        data = picture.get('bytes')
-        picture = picture['path'] if data is None else data
-    if isinstance(picture, ENCODED):
-        return bytes(picture)
-    if isinstance(picture, (str, os.PathLike)) and Path(picture).is_file():
-        return Path(picture).read_bytes()
     out = io.BytesIO()
-    try: open_image(picture).save(out, 'PNG', compress_level=1)
-    except (UnreadableImage, OSError): return b''
+    try:
+        content = content_of(picture)
+        if isinstance(content, ENCODED): return bytes(content)
+        if isinstance(content, (str, os.PathLike)) and os.path.isfile(content):
+            return Path(content).read_bytes()
+        open_image(content, pixel_max).save(out, 'PNG', compress_level=1)
+    except (ValueError, OSError): return b''
     return out.getvalue()
 
 # %% ../../nbs/26_data.kept.ipynb #19a1c007
@@ -49,6 +48,7 @@ _COLUMNS = datasets.Features(FEATURES|dict(kinds=datasets.List(datasets.Value('s
 def _kept_row(
     row:dict|Dropped, # from `to_row`
     index:int, # its number in the source
+    pixel_max:float|None=None, # see `open_image`
 )->dict:
     "A row as it is kept: read again at this place, it has the same id."
     if isinstance(row, Dropped):
@@ -57,7 +57,9 @@ def _kept_row(
     number = str(index if given_id is None else given_id)
     prefix = row['id'].removesuffix(f'/{number}')
     source = row.get('source') if prefix in ('sample', row.get('source')) else prefix
-    images = [dict(bytes=_picture_bytes(p), path=None) for p in row['images']]
+    images = [
+        dict(bytes=_picture_bytes(p, pixel_max), path=None) for p in row['images']
+    ]
     return {n:row.get(n) for n in _COLUMNS}|dict(
         images=images, source=source, row_id=number
     )
@@ -66,23 +68,28 @@ def _kept_row(
 KEEP_BYTES = 200_000_000 # of pictures and texts that a run keeps at most
 _HELD_OUT = 1000 # held-out rows that are kept alone, at most
 
-def _table(
+def _fitting(
     rows:Iterable[dict], # from `_kept_row`
-)->bytes|None: # a parquet file; None: too large, or no rows
-    "The file of some rows."
+)->tuple[list[dict],bool]: # the first that fit; whether they are all
+    "As many rows as a run keeps."
     kept = []
     size = 0
     for row in rows:
         size += sum(len(p['bytes']) for p in row['images'])+sum(
             len(str(t)) for t in row['texts']
         )
-        if size>KEEP_BYTES: return None
+        if size>KEEP_BYTES: return kept,False
         kept.append(row)
-    if not kept: return None
-    file = io.BytesIO()
-    table = datasets.Dataset.from_list(kept, features=_COLUMNS).data.table
-    pq.write_table(table.cast(_COLUMNS.arrow_schema), file)
-    return file.getvalue()
+    return kept,bool(kept)
+
+def _write(file:Path, rows:list[dict])->float: # megabytes
+    "Write rows that are kept, if there are any."
+    if not rows: return 0
+    out = io.BytesIO()
+    table = datasets.Dataset.from_list(rows, features=_COLUMNS).data.table
+    pq.write_table(table.cast(_COLUMNS.arrow_schema), out)
+    write_atomic(file, out.getvalue())
+    return len(out.getvalue())/1e6
 
 # %% ../../nbs/26_data.kept.ipynb #19a1c0a0
 def _all_rows(source):
@@ -95,28 +102,28 @@ def keep_rows(
     run_dir:Path,
     train:Any, # source of the training rows
     held_out:Any, # source of the held-out rows
+    pixel_max:float|None=None, # see `open_image`
 )->str: # a line for the log
     "Write the rows of a run into its directory."
     for name in (KEPT_ROWS, KEPT_HELD_OUT):
         (run_dir/name).unlink(missing_ok=True) # of an earlier start
-    file = _table(_kept_row(row, i) for i,row in enumerate(_all_rows(train)))
-    if file:
-        write_atomic(run_dir/KEPT_ROWS, file)
-        size = len(file)/1e6
-        if getattr(held_out, 'table', None) is not train.table: # rows of their own
-            held = map(_kept_row, _all_rows(held_out), count())
-            apart = _table(held) or b''
-            if apart: write_atomic(run_dir/KEPT_HELD_OUT, apart)
-            size += len(apart)/1e6
+    def fitting(rows):
+        return _fitting(_kept_row(row, i, pixel_max) for i,row in enumerate(rows))
+    rows,whole = fitting(_all_rows(train))
+    held:list[dict] = []
+    if whole and getattr(held_out, 'table', None) is not train.table: # rows of their own
+        held,whole = fitting(_all_rows(held_out))
+    if whole:
+        size = _write(run_dir/KEPT_HELD_OUT, held)+_write(run_dir/KEPT_ROWS, rows)
         return f'its rows are kept in {run_dir/KEPT_ROWS}, {size:.1f} MB'
-    read = (row for _,row in islice(held_out.rows_of(0, 1, 0), _HELD_OUT))
-    file = _table(_kept_row(row, i) for i,row in enumerate(read))
+    held,_ = fitting(row for _,row in islice(held_out.rows_of(0, 1, 0), _HELD_OUT))
     why = (f'not all rows are kept: they are more than {KEEP_BYTES/1e6:g} MB, a stream, or of loaders of '
         'your own')
-    if file is None:
+    if not held:
         return f'{why}; nanovlm eval, check and replay need them in Python'
-    write_atomic(run_dir/KEPT_HELD_OUT, file)
-    return f'{why}; held-out ones are in {run_dir/KEPT_HELD_OUT} for nanovlm eval, {len(file)/1e6:.1f} MB'
+    size = _write(run_dir/KEPT_HELD_OUT, held)
+    return (f'{why}; {len(held)} held-out ones are in {run_dir/KEPT_HELD_OUT} for nanovlm eval, '
+        f'{size:.1f} MB')
 
 # %% ../../nbs/26_data.kept.ipynb #19a1c013
 def kept_file(run_dir:Path, name:str=KEPT_ROWS)->Path|None: # None: there is none

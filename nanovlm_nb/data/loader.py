@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['PLANNED', 'PROBED', 'OPEN_LANES', 'PACKS_PER_READ', 'merge_states', 'Loader', 'PackLoader', 'pack_workers',
-           'load_tokenizer', 'load_sources', 'size_line', 'make_samples', 'pack_loader', 'random_part', 'transforms_of',
-           'get_dataloaders', 'first_rows', 'as_loader']
+           'load_tokenizer', 'load_sources', 'size_line', 'own_unread', 'make_samples', 'pack_loader', 'random_part',
+           'transforms_of', 'get_dataloaders', 'first_rows', 'as_loader']
 
 # %% ../../nbs/25_data.loader.ipynb #eab4ca42
 import random
@@ -430,6 +430,12 @@ def size_line(train, val)->str: # sources
         number = source.epoch_rows()
         shown.append('?' if number is None else f'{number:.0f}')
     return f'rows: {shown[0]} for training and {shown[1]} for validation'
+
+def own_unread(source:Any)->set[str]:
+    "The columns that nothing reads in rows of your own."
+    sources = getattr(source, 'sources', [source]) # of a mixture
+    parts = chain(*(s.parts for s in sources if isinstance(s, MapSource)))
+    return set[str]().union(*(getattr(part, 'unread', ()) for part in parts))
 
 # %% ../../nbs/25_data.loader.ipynb #30d19e96
 def make_samples(

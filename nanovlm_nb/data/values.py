@@ -156,19 +156,18 @@ def find_picture(
     folders:Folders, # None: a name stays as it is
 )->Any:
     "A picture as `open_image` takes it; a `MissingFile` says what may be meant by the name."
-    content = picture.get('bytes') if isinstance(picture, dict) else picture
+    content = picture
+    if isinstance(picture, dict): content = first_of(picture, 'bytes', 'path', 'url')
     if isinstance(content, ENCODED): return picture
     if isinstance(content, str) and is_base64(content):
         return content if content.startswith('data:') else b64decode(content)
-    name = first_of(picture, 'path', 'url') if content is None else content
     if folders is None: return picture
-    unnamed = isinstance(picture, dict) and name is None
     require(
-        not unnamed and not isinstance(name, (int, float)),
+        content is not None and not isinstance(content, (int, float)),
         f'a picture is {picture!r:.60}: give the name of its file'
     )
-    if not isinstance(name, str): return picture
-    name = name.strip().removeprefix('file://')
+    if not isinstance(content, str): return picture
+    name = content.strip().removeprefix('file://')
     path = find_file(name, folders)
     if path: return path
     if '://' in name:

@@ -25,7 +25,7 @@ from ..core.dist import set_seed,set_threads
 from ..core.logs import RunLog
 from ..data.images import image_processor_of
 from ..data.samples import VQADataset
-from ..data.loader import get_dataloaders,load_tokenizer,size_line
+from ..data.loader import get_dataloaders,load_tokenizer,own_unread,size_line
 from ..data.kept import keep_rows,loaders_of
 from ..model.language import check_decoder,LanguageModel
 from ..model.vision import ViT
@@ -167,8 +167,10 @@ def _keep_data(
         return own # commands ask no questions about such data
     is_own = trainer.cfg.train_dataset_path==OWN_ROWS
     train_rows = trainer.loader.source if is_own else None
-    trainer.log.info(keep_rows(run_dir, train_rows, trainer.held_out.source))
-    is_standard = samples.image_processor==image_processor_of(trainer.base.cfg)
+    processor = samples.image_processor
+    held_out = trainer.held_out.source
+    trainer.log.info(keep_rows(run_dir, train_rows, held_out, processor.pixel_max))
+    is_standard = processor==image_processor_of(trainer.base.cfg)
     if is_standard or 'processor' in own: return own
     return [*own, 'processor']
 
@@ -403,11 +405,15 @@ def _start(
         resume(trainer, checkpoint, train_cfg.force_resume, True, begin)
     else:
         begin()
-    line = size_line(trainer.loader.source, trainer.held_out.source)
+    rows = trainer.loader.source
+    held_out = trainer.held_out.source
+    line = size_line(rows, held_out)
     total = trainer.total_steps
     if total and not train_cfg.max_epochs: # else the trainer counts the updates of an epoch first
         line += f'; {total:,} updates'
     log.info(line)
+    unread = (own_unread(rows)|own_unread(held_out))-{*train_cfg.keep_columns}
+    if unread: log.info(f'the rows: not read: {", ".join(sorted(unread))}')
     def keep():
         names = own if without_loaders else _keep_data(trainer, run_dir, own)
         _keep_config(run_dir, vlm_cfg, train_cfg, names, config)
