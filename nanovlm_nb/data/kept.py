@@ -7,6 +7,7 @@ __all__ = ['KEEP_BYTES', 'keep_rows', 'kept_file', 'kept_rows', 'loaders_of', 'h
 
 # %% ../../nbs/26_data.kept.ipynb #19a1c003
 import io,os
+from collections import Counter
 from collections.abc import Callable,Iterable
 from functools import partial
 from itertools import islice
@@ -98,12 +99,23 @@ def _all_rows(source):
     for name,part in zip(source.names, source.parts):
         for i in range(len(part)): yield to_row(part[i], i, name)
 
+def _known_pictures(rows, asked, apart):
+    """Returns a line if held-out rows show pictures that are trained on, too.
+    `rows` are kept, and those `asked` are among them unless they are `apart`."""
+    def pictures_of(row): return tuple([picture['bytes'] for picture in row['images']])
+    learned = Counter(map(pictures_of, rows))
+    if not apart: learned.subtract(map(pictures_of, asked))
+    known = sum(row['images']!=[] and learned[pictures_of(row)]>0 for row in asked)
+    if not known: return []
+    return [f'{known} of {len(asked)} held-out rows show pictures that are trained on, too: right answers '
+        'about them say little about new pictures; give val_rows with others']
+
 def keep_rows(
     run_dir:Path,
     train:Any, # source of the training rows
     held_out:Any, # source of the held-out rows
     pixel_max:float|None=None, # see `open_image`
-)->str: # a line for the log
+)->list[str]: # lines for the log
     "Write the rows of a run into its directory."
     for name in (KEPT_ROWS, KEPT_HELD_OUT):
         (run_dir/name).unlink(missing_ok=True) # of an earlier start
@@ -113,17 +125,18 @@ def keep_rows(
     held:list[dict] = []
     if whole and getattr(held_out, 'table', None) is not train.table: # rows of their own
         held,whole = fitting(_all_rows(held_out))
+    asked,_ = fitting(row for _,row in islice(held_out.rows_of(0, 1, 0), _HELD_OUT))
     if whole:
         size = _write(run_dir/KEPT_HELD_OUT, held)+_write(run_dir/KEPT_ROWS, rows)
-        return f'its rows are kept in {run_dir/KEPT_ROWS}, {size:.1f} MB'
-    held,_ = fitting(row for _,row in islice(held_out.rows_of(0, 1, 0), _HELD_OUT))
+        lines = [f'its rows are kept in {run_dir/KEPT_ROWS}, {size:.1f} MB']
+        return lines+_known_pictures(rows, asked, bool(held))
     why = (f'not all rows are kept: they are more than {KEEP_BYTES/1e6:g} MB, a stream, or of loaders of '
         'your own')
-    if not held:
-        return f'{why}; nanovlm eval, check and replay need them in Python'
-    size = _write(run_dir/KEPT_HELD_OUT, held)
-    return (f'{why}; {len(held)} held-out ones are in {run_dir/KEPT_HELD_OUT} for nanovlm eval, '
-        f'{size:.1f} MB')
+    if not asked:
+        return [f'{why}; nanovlm eval, check and replay need them in Python']
+    size = _write(run_dir/KEPT_HELD_OUT, asked)
+    return [f'{why}; {len(asked)} held-out ones are in {run_dir/KEPT_HELD_OUT} for nanovlm eval, '
+        f'{size:.1f} MB']
 
 # %% ../../nbs/26_data.kept.ipynb #19a1c013
 def kept_file(run_dir:Path, name:str=KEPT_ROWS)->Path|None: # None: there is none

@@ -169,7 +169,8 @@ def _keep_data(
     train_rows = trainer.loader.source if is_own else None
     processor = samples.image_processor
     held_out = trainer.held_out.source
-    trainer.log.info(keep_rows(run_dir, train_rows, held_out, processor.pixel_max))
+    for line in keep_rows(run_dir, train_rows, held_out, processor.pixel_max):
+        trainer.log.info(line)
     is_standard = processor==image_processor_of(trainer.base.cfg)
     if is_standard or 'processor' in own: return own
     return [*own, 'processor']
