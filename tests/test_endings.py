@@ -15,9 +15,11 @@ import pytest
 import torch
 from commands import SHORT, TINY, environment, record, train, updates, wait_for
 
+from nanovlm_nb import train as train_rows
 from nanovlm_nb.core.run_dir import checkpoints, missing_pieces, read_pointer
 from nanovlm_nb.core.settings import parse_args
 from nanovlm_nb.core.dist import Dist
+from nanovlm_nb.data.shapes import shapes_dataset
 from nanovlm_nb.runs.ending import INTERRUPTED, RunFailed
 from nanovlm_nb.runs.run import run as train_here
 from nanovlm_nb.training.trainer import Hook
@@ -119,6 +121,37 @@ def test_ctrl_c_leaves_a_checkpoint_and_the_command_that_goes_on(tmp_path, monke
     )
     train_here(vlm_cfg, train_cfg, dist=Dist())
     assert (run / 'status').read_text() == 'done\n' and not (run / 'lock').exists()
+
+
+@pytest.mark.parametrize(
+    'number, error', [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)]
+)
+def test_a_signal_ends_a_loop_over_trainings_in_python(
+    tmp_path, monkeypatch, number, error
+):
+    "The run at hand ends in good order, and half a model is not taken for a whole; the same call goes on."
+
+    class Told(Hook):
+        def after_update(self, trainer, figures):
+            if trainer.step == 2:
+                os.kill(os.getpid(), number)
+
+    monkeypatch.chdir(tmp_path)
+    rows = [row for row in shapes_dataset(20) if len(row['images']) == 1]
+    how = dict(preset='tiny', quiet=True, max_training_steps=4, ask_samples=0)
+    with pytest.raises(error) as stopped:
+        for name in ('first', 'second'):
+            train_rows(rows, run_name=name, hooks=[Told()], **how)
+    if error is SystemExit:
+        assert stopped.value.code == INTERRUPTED
+    else:
+        assert "is step_2, to go on: train(rows, run_name='first'" in str(stopped.value)
+    assert os.listdir('checkpoints') == ['first']
+    run = Path('checkpoints/first')
+    assert (run / 'status').read_text() == 'interrupted\n'
+    assert read_pointer(run).name == 'step_2' and not (run / 'lock').exists()
+    train_rows(rows, run_name='first', resume=True, **how)
+    assert (run / 'status').read_text() == 'done\n'
 
 
 def test_a_closed_terminal_leaves_a_checkpoint(tmp_path):

@@ -8,7 +8,8 @@ import pytest
 import torch
 from PIL import Image
 
-from nanovlm_nb import Hook, VLMConfig, export, load, train
+from nanovlm_nb import EMA, Hook, VLMConfig, export, load, train
+from nanovlm_nb.cli import main
 from nanovlm_nb.core.usage import UsageError
 from nanovlm_nb.data.images import ImageProcessor, image_processor_of
 from nanovlm_nb.data.shapes import shapes_dataset
@@ -172,6 +173,24 @@ def test_what_a_killed_start_was_deleting_goes_with_the_next():
     more = SHORT | dict(max_training_steps=3, resume=True)
     train(ROWS, run_name='killed', hooks=[Looks()], **more)
     assert not names
+
+
+def test_a_run_is_not_resumed_without_a_hook_that_has_its_weights(capsys):
+    "Of `EMA` the checkpoint holds the average, the hook the weights that train. Nothing is changed by the refusal."
+    run = train(ROWS, run_name='averaged', hooks=[EMA(0.9)], **SHORT).run_dir
+    before = {p: p.read_bytes() for p in run.rglob('*') if p.is_file()}
+    again = ['train', '--run_name', 'averaged', '--resume', 'True']
+    again += ['--max_training_steps', '3']
+    with pytest.raises(SystemExit) as stopped:
+        main(again)
+    assert stopped.value.code == 2
+    said = capsys.readouterr().err
+    assert 'step_2 has tensors of hook EMA, which this run does not have: give' in said
+    assert before == {p: p.read_bytes() for p in run.rglob('*') if p.is_file()}
+    assert main(['check', str(run)]) == 1
+    assert 'has tensors of hooks of its own: start' in capsys.readouterr().out
+    assert main([*again, '--force_resume', 'True']) == 0
+    assert 'a state of hook EMA, which this run' in (run / 'train.log').read_text()
 
 
 def test_vectors_are_of_lists(asker):

@@ -676,7 +676,8 @@ def last_written(run_dir:Path)->float: # seconds since 1970
     return max(file.stat().st_mtime for file in files if file.is_file())
 
 def runs_in(folder:str|Path)->list[Path]: # may not be there
-    "Returns the directories of runs in a folder, the newest first."
+    "Returns the directories of runs in a folder, the newest first; in a run there is none."
+    if (Path(folder)/STATUS).is_file(): return [] # what was set aside has a config of its own
     runs = [path.parent for path in Path(folder).glob(f'*/{CONFIG}') if path.is_file()]
     return sorted(runs, key=last_written, reverse=True)
 

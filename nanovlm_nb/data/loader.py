@@ -423,13 +423,22 @@ def load_sources(
     return train,MapSource(val_rows, cfg.seed, shuffle=False)
 
 # %% ../../nbs/25_data.loader.ipynb #4c81fa27
-def size_line(train, val)->str: # sources
-    "Rows of both parts, for the log."
+def size_line(
+    train, # a source
+    val, # another
+    cutoff:int|None=None, # `data_cutoff_idx`
+)->str:
+    "Rows of both parts, and those of tables that are in none, for the log."
     shown = []
     for source in (train, val):
         number = source.epoch_rows()
         shown.append('?' if number is None else f'{number:.0f}')
-    return f'rows: {shown[0]} for training and {shown[1]} for validation'
+    line = f'rows: {shown[0]} for training and {shown[1]} for validation'
+    tables = [s for s in getattr(train, 'sources', [train]) if isinstance(s, MapSource)]
+    aside = sum(len(table.table)-table.stop for table in tables)
+    if cutoff and aside:
+        line += f'; {aside:,} more are left aside: data_cutoff_idx is {cutoff}'
+    return line
 
 def own_unread(source:Any)->set[str]:
     "The columns that nothing reads in rows of your own."

@@ -44,7 +44,7 @@ from .hook_list import Evaluate,hooks_of
 from .start import is_pth,resolve_start,Start,start_of,weights_of_start
 from .resume import go_back,plan_resume
 from .report import HUB_ERRORS,publish,report_run,where_to_publish,write_record
-from .ending import exit_code,go_on,OpenRun,SAME_SCRIPT,set_status
+from .ending import exit_code,go_on,left_line,OpenRun,SAME_SCRIPT,set_status
 from .features import keep_features
 
 # %% ../../nbs/67_runs.run.ipynb #69cf2326
@@ -102,9 +102,13 @@ def _keep_config(
 SIGNALS = ('SIGINT','SIGTERM','SIGUSR1','SIGHUP') # those of them that the system has
 _CTRL_C = b'\nCtrl-C: the update at hand is finished and a checkpoint written; once more ends at once\n'
 
+class _Stop(threading.Event):
+    "Set by a signal, whose number it keeps."
+    number = 0
+
 @contextmanager
 def _stop_on_signals(
-    stop:threading.Event, # set by the first signal
+    stop:_Stop, # set by the first signal
 )->Iterator[None]:
     """Inside the `with` block, `SIGNALS` ask for a checkpoint and an orderly end; a second
     SIGINT does what it did before."""
@@ -114,6 +118,7 @@ def _stop_on_signals(
     def ask(number, _):
         if os.getpid()!=own_pid:
             return # a loader worker that is being born
+        stop.number = number
         stop.set()
         if number!=signal.SIGINT: return
         signal.signal(number, old_handlers[number])
@@ -144,8 +149,8 @@ def _data_arguments(
 def own_parts(
     parts:dict, # arguments of `run` by name
 )->list[str]:
-    """Returns the names of those without which the run would learn something else: hooks only watch, and rows
-    are kept with the run."""
+    """Returns the names of those without which the run would learn something else: rows are kept with the
+    run, and hooks only watch, or have tensors in the checkpoint, then `resume` asks for them."""
     data = _data_arguments(parts.get('loaders'))
     names = [
         name
@@ -408,7 +413,7 @@ def _start(
         begin()
     rows = trainer.loader.source
     held_out = trainer.held_out.source
-    line = size_line(rows, held_out)
+    line = size_line(rows, held_out, train_cfg.data_cutoff_idx)
     total = trainer.total_steps
     if total and not train_cfg.max_epochs: # else the trainer counts the updates of an epoch first
         line += f'; {total:,} updates'
@@ -461,10 +466,19 @@ def process_group(
 )->Iterator[tuple[Dist,threading.Event]]:
     "Inside the `with` block, the process group of a run exists, and signals set the event."
     dist = init_dist(timeout_s=timeout_s)
-    stop = threading.Event()
+    stop = _Stop()
     try:
         with _stop_on_signals(stop): yield dist,stop
     finally: destroy_dist()
+
+def _as_error(
+    number:int, # of a signal
+    run:OpenRun, # which it has ended
+)->BaseException:
+    "Returns what ends a program, or a cell, as the signal would have."
+    code = exit_code(run.run_dir)
+    if number==signal.SIGINT: return KeyboardInterrupt(left_line(run))
+    return SystemExit(code)
 
 # %% ../../nbs/67_runs.run.ipynb #84d3c985
 def run(
@@ -482,7 +496,8 @@ def run(
     asked:Namespace=Namespace(), # values of the command line, such as `config`
     command:Callable|None=None, # returns the command that resumes, from the arguments of `go_on`
 )->Path: # directory of the run
-    "Trains as the configurations say; a part that is None is the library's."
+    """Trains as the configurations say; a part that is None is the library's. A signal ends the run in good
+    order; then KeyboardInterrupt or SystemExit is raised, unless `dist` is given."""
     processor = getattr(model, 'processor', None) # of a class
     if processor and (loaders is None or 'processor' not in _data_arguments(loaders)):
         loaders = partial(loaders or get_dataloaders, processor=processor)
@@ -501,11 +516,12 @@ def run(
     set_env()
     if 'rows' in _data_arguments(loaders):
         train_cfg = evolve(train_cfg, train_dataset_path=OWN_ROWS)
+    has_signals = dist is None
     group:Any = process_group(train_cfg.timeout_s)
     if dist: group = nullcontext((dist, stop or threading.Event()))
     def same_script(*_): return SAME_SCRIPT
     again = command or (same_script if own_parts(parts) or loaders else go_on)
-    with group as (dist,stop):
+    with group as (dist,asked_to_stop):
         with ExitStack() as stack:
             def hold(run_dir): # no other run writes there
                 on_master(dist, lambda: stack.enter_context(run_lock(run_dir)))
@@ -523,12 +539,14 @@ def run(
             config = getattr(asked, 'config', None)
             trainer = _start(opened, start, first_lines+lines, config, parts)
             opened.trainer = trainer
-            trainer.asked = stop
+            trainer.asked = asked_to_stop
             if stopping(trainer):
                 log.info('stopped by a signal before the first update')
             else: train(trainer)
             opened.status = _sum_up(opened, model)
         dist.barrier() # the status is written
+    if has_signals and asked_to_stop.number:
+        raise _as_error(asked_to_stop.number, opened)
     return run_dir
 
 # %% ../../nbs/67_runs.run.ipynb #7f11f16d
@@ -538,4 +556,6 @@ def main(
     asked:Namespace, # values of the command line, see `run`
 )->int: # see `exit_code`
     "Runs the command `nanovlm train`: trains as a preset, a file and flags say."
-    return exit_code(run(vlm_cfg, train_cfg, asked=asked))
+    with process_group(train_cfg.timeout_s) as (dist,stop):
+        run_dir = run(vlm_cfg, train_cfg, dist=dist, stop=stop, asked=asked)
+    return exit_code(run_dir)

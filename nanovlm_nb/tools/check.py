@@ -18,7 +18,7 @@ import torch
 from ..core.fields import OWN_ROWS
 from ..core.config import TrainConfig,VLMConfig,evolve
 from ..core.settings import run_path
-from ..core.usage import MissingFile,UsageError,say
+from ..core.usage import MissingFile,UsageError,require,say
 from ..data.kept import kept_rows
 from ..model.formats import export_line
 from ..model.vision import stack_tiles
@@ -31,6 +31,7 @@ from .inspect import data_findings,in_one_process
 from .plan import GB,USABLE,make_plan
 from ..core.dist import Dist
 from ..core.logs import RunLog
+from ..training.checkpoint import HOOKS
 from ..training.trainer import train_step,updates
 from ..runs.features import keep_features
 from ..runs.run import build_trainer
@@ -65,6 +66,10 @@ def _start_findings(
             raise MissingFile(f'there is no file {cfg.load_from}')
         lines = plan_resume(
             run_dir or Path(vlm_cfg.vlm_checkpoint_path), start, vlm_cfg, cfg, gpus
+        )
+        require(
+            start.kind!='resume' or cfg.force_resume or not (start.path/HOOKS).is_file(),
+            f'{start.path} has tensors of hooks of its own: start the script that made it again'
         )
     except WRONG as e: yield failed('start', e)
     else:

@@ -353,7 +353,8 @@ def data_findings(
     yield tried('columns', _check_columns, train_cfg)
     try:
         train,val = open_data(vlm_cfg, train_cfg)
-        yield Finding('data', PASS, size_line(train.source, val.source))
+        line = size_line(train.source, val.source, train_cfg.data_cutoff_idx)
+        yield Finding('data', PASS, line)
         seen = look(train, n, show)
         held = look(val, n)
     except WRONG as e:

@@ -891,14 +891,21 @@ def _load_hooks(
     trainer:Trainer,
     checkpoint:Path,
     state:dict, # its `trainer_state.json`; tensors are in a file beside it
+    force:bool, # leave tensors out whose hook is missing
 )->None:
-    "Restores what hooks remember; a state without a hook and a hook without a state are named in the log."
+    """Restores what hooks remember; a state without a hook and a hook without a state are named in the log.
+    A UsageError if tensors would be left out: they may be the weights that train."""
     states = state['hooks']
     named = _stateful_hooks(trainer)
     file = checkpoint/HOOKS
     tensors = load_file(file) if file.is_file() else {}
     for key,tensor in tensors.items():
         hook,_,name = key.partition('.')
+        require(
+            force or hook in named,
+            f'{checkpoint} has tensors of hook {hook}, which this run does not have: give '
+            'it in hooks=[...], or force_resume True to leave it out'
+        )
         states[hook][name] = tensor
     for name in states.keys() & named.keys():
         named[name].load_state_dict(states[name])
@@ -928,7 +935,7 @@ def _restore_rng(file:Path)->None: # `rng_N.json`
 def resume(
     trainer:Trainer, # at update 0
     checkpoint:Path, # a `step_N` directory
-    force:bool=False, # go on although data or trained parts differ
+    force:bool=False, # go on although data, trained parts or hooks differ
     checked:bool=False, # its files are known to be whole
     then:Callable|None=None, # called when all is read, before anything in the run's directory is changed
 )->Trainer: # at the update of the checkpoint; every rank must call
@@ -944,7 +951,7 @@ def resume(
     run_dir = trainer.log.run_dir
     trainer.checkpoint = checkpoint
     trainer.owned = run_dir is not None and is_own(run_dir, checkpoint)
-    _load_hooks(trainer, checkpoint, state)
+    _load_hooks(trainer, checkpoint, state, force)
     restore_rng = partial(_restore_rng, checkpoint/f'rng_{trainer.dist.rank}.json')
     same_ranks = state['world_size']==trainer.dist.world_size
     if same_ranks:
