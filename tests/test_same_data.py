@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from commands import nanovlm, record
+from commands import SHORT, nanovlm, record
 
 from nanovlm_nb.core.run_dir import write_manifest
 
@@ -134,3 +134,72 @@ def test_rows_that_are_drawn_have_no_digest_and_go_on(start):
     state = json.loads((killed / 'step_2' / 'trainer_state.json').read_text())
     assert state['data']['source']['digest'] is None
     start('drawn', 'drawn', 'resume')
+
+
+def lines_of(begin, end):
+    turn = '{"texts": [{"user": "Which number?", "assistant": "%d"}]}\n'
+    return ''.join(turn % i for i in range(begin, end))
+
+
+@pytest.fixture(scope='module')
+def read_from(tmp_path_factory):
+    "A run whose rows are in a file; answers what commands say about it, asked in one of three directories."
+    cwd = tmp_path_factory.mktemp('file')
+    for place, begin in (('.', 0), ('other', 100)):
+        (cwd / place / 'rows').mkdir(parents=True)
+        (cwd / place / 'rows' / 't.jsonl').write_text(lines_of(begin, begin + 40))
+    (cwd / 'none').mkdir()
+    data = '--train_dataset_path rows/t.jsonl --data_cutoff_idx None --val_size 8'
+    nanovlm(['train', *SHORT, *data.split(), '--run_name', 'r'], cwd)
+
+    def say(place):
+        run = cwd / 'checkpoints' / 'r'
+        longer = ['--max_training_steps', '6', '--resume', 'True']
+        start = ['--config', run / 'config.yaml', '--vlm_checkpoint_path', run.parent]
+        commands = dict(
+            eval=['eval', run],
+            check=['check', run, '--max_training_steps', '6'],
+            train=['train', *start, '--run_name', 'r', *longer],
+        )
+        said = {}
+        for name, words in commands.items():
+            done = nanovlm(words, cwd / place, check=False)
+            assert done.returncode == (1 if name == 'check' else 2), done.stdout
+            said[name] = done.stdout if name == 'check' else done.stderr
+        return said
+
+    say.file = cwd / 'rows' / 't.jsonl'
+    return say
+
+
+def test_rows_that_a_run_has_learned_do_not_become_held_out(read_from):
+    "The file has grown: `eval` and `check` say what a resume says; restored, the same rows are asked about."
+    read_from.file.write_text(lines_of(0, 41))
+    said = read_from('.')
+    read_from.file.write_text(lines_of(0, 40))
+    refusal = said['train'].partition('error: ')[2].strip()
+    assert 'source.rows was 40, is 41; source.digest: the rows are others' in refusal
+    assert f'FAIL  resume            {refusal}\n' in said['check']
+    assert 'source.rows was 40, is 41; source.digest' in said['eval']
+    assert 'restore the file, or name other rows, --data FILE' in said['eval']
+    for words, answer in (
+        (['eval', 'checkpoints/r'], 'blind guess'),
+        (['check', 'checkpoints/r', '--max_training_steps', '6'], ' 0 FAIL'),
+    ):
+        assert answer in nanovlm(words, read_from.file.parent.parent).stdout
+
+
+@pytest.mark.parametrize(
+    ['place', 'why'],
+    [
+        ('other', 'a relative path: go where the run began'),
+        (
+            'none',
+            "one in a run's settings is relative to the directory in which the run began",
+        ),
+    ],
+)
+def test_a_relative_path_is_that_of_the_directory_in_which_the_run_began(
+    read_from, place, why
+):
+    assert all(why in text for text in read_from(place).values())

@@ -230,7 +230,15 @@ def check_hub_name(name:str|Path)->None: # of a model, a tokenizer or a data set
     path = text.startswith(('.','/','~')) or '\\' in text or text.count('/')>1
     path = path or Path(text).suffix in _OF_FILES
     if path and not text.startswith(('hf://','buckets/')):
-        raise MissingFile(f"{name}: No such file or directory{near_path(name) or ', give another path'}")
+        remedy = near_path(name)
+        if not remedy:
+            remedy = ', give another path'
+            if not Path(text).is_absolute():
+                remedy += (
+                    " (one in a run's settings is relative to the directory in which the "
+                    'run began)'
+                )
+        raise MissingFile(f'{name}: No such file or directory{remedy}')
 
 # %% ../../nbs/00_core.usage.ipynb #4f2a7915
 def check_new_folder(name:str|Path)->None: # where something will be written

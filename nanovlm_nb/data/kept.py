@@ -19,13 +19,14 @@ import datasets, pyarrow as pa, pyarrow.parquet as pq
 from ..core.fields import OWN_ROWS
 from ..core.config import TrainConfig,VLMConfig
 from ..core.run_dir import KEPT_HELD_OUT,KEPT_ROWS,check_plain,own_parts_of,write_atomic
+from ..core.run_dir import last_checkpoint,read_state
 from ..core.usage import MissingFile,UsageError,require
 from .drops import Dropped
 from .rows import FEATURES
 from .samples import to_row
 from .images import ENCODED,content_of,open_image
 from .sources import MapSource
-from .loader import get_dataloaders
+from .loader import get_dataloaders,PackLoader,state_changes
 
 # %% ../../nbs/26_data.kept.ipynb #19a1c006
 def _picture_bytes(
@@ -174,6 +175,21 @@ def loaders_of(train_cfg:TrainConfig, run_dir:Path)->Callable: # see `get_datalo
     )
     return partial(get_dataloaders, rows=(train, train.held_out()))
 
+def _check_rows(
+    path:str, # where they were read
+    run_dir:Path, # that is asked about its rows
+    loader:PackLoader, # of training
+)->None:
+    "Raise a UsageError that says which rows are others than before: another part of them is held out."
+    checkpoint = last_checkpoint(run_dir)
+    position = checkpoint and read_state(checkpoint, ()).get('data')
+    if not position or 'source' not in position: return
+    now = loader.state_dict()['source']
+    changed = [*state_changes('source', position['source'], now)]
+    require(not changed, f'{path} has not the rows with which {run_dir} was trained: '
+        f'{"; ".join(changed)}. Rows that it has learned would count as held out: restore the file, or name '
+        'other rows, --data FILE, or --config FILE.yaml with an absolute path')
+
 def held_out_loader(
     train_cfg:TrainConfig,
     vlm_cfg:VLMConfig,
@@ -195,5 +211,6 @@ def held_out_loader(
             'its held-out rows are not kept there: ask in the script, as compare_answers does')
         loaders = loaders_of(train_cfg, run_dir)
     cuts = dict(processor=processor) if processor else {}
-    _,loader = loaders(train_cfg, vlm_cfg, tokenizer=tokenizer, **cuts)
+    train,loader = loaders(train_cfg, vlm_cfg, tokenizer=tokenizer, **cuts)
+    if held_out is None: _check_rows(train_cfg.train_dataset_path, run_dir, train)
     return loader

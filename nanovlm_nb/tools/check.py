@@ -8,7 +8,7 @@ __all__ = ['foreseen', 'check_start']
 # %% ../../nbs/74_tools.check.ipynb #211a45b1
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator,Iterator
 from itertools import islice
 from pathlib import Path
 from time import perf_counter
@@ -55,8 +55,9 @@ def _start_findings(
     cfg:TrainConfig,
     gpus:int=1, # ranks
     run_dir:Path|None=None, # of a run that is to resume; None: the settings say whether one is
-)->Iterator[Finding]:
-    "Yields what a start would do, and each line of what a resume would do."
+)->Generator[Finding,None,dict|None]:
+    """Yields what a start would do, and each line of what a resume would do. Returns the position of the data
+    from which it would resume."""
     if run_dir: cfg = evolve(cfg, resume=True)
     run_dir = run_dir or run_path(**vlm_cfg.to_dict()|cfg.to_dict())
     try:
@@ -71,19 +72,21 @@ def _start_findings(
             start.kind!='resume' or cfg.force_resume or not (start.path/HOOKS).is_file(),
             f'{start.path} has tensors of hooks of its own: start the script that made it again'
         )
-    except WRONG as e: yield failed('start', e)
-    else:
-        if start.kind!='resume':
-            yield Finding('start', PASS, f'from {start.origin}')
-        for note in notes: yield Finding('settings', PASS, note)
-        yield Finding('export', PASS, export_line(vlm_cfg))
-        if not cfg.resume: return
-        for ok,line in lines:
-            yield Finding(
-                'resume',
-                PASS if ok else FAIL,
-                line.replace('Auto resumed', 'would resume')
-            )
+    except WRONG as e:
+        yield failed('start', e)
+        return None
+    if start.kind!='resume':
+        yield Finding('start', PASS, f'from {start.origin}')
+    for note in notes: yield Finding('settings', PASS, note)
+    yield Finding('export', PASS, export_line(vlm_cfg))
+    if not cfg.resume: return None
+    for ok,line in lines:
+        yield Finding(
+            'resume',
+            PASS if ok else FAIL,
+            line.replace('Auto resumed', 'would resume')
+        )
+    return start.state.get('data')
 
 # %% ../../nbs/74_tools.check.ipynb #f8ab3132
 def _check_memory(
@@ -222,16 +225,17 @@ def _cost_findings(
 def _check_all(vlm_cfg, train_cfg, gpus, run_dir, rows, smoke)->Iterator[Finding|str]: # see `check_start`
     "Yields whatever can be found out before a run starts; a str is a heading, or a row that is shown."
     yield 'start'
-    yield from _start_findings(vlm_cfg, train_cfg, gpus, run_dir)
+    position = yield from _start_findings(vlm_cfg, train_cfg, gpus, run_dir)
     vlm_cfg,cfg = foreseen(vlm_cfg, train_cfg, gpus)
     if run_dir and cfg.train_dataset_path==OWN_ROWS:
         cfg = evolve(cfg, train_dataset_path=str(kept_rows(run_dir)))
+        position = None # they lie in the run
     yield from ('', 'machine')
     yield from machine_findings(cfg, gpus)
     yield from ('', 'cost')
     yield from _cost_findings(vlm_cfg, cfg, gpus)
     yield from ('', 'data')
-    yield from data_findings(vlm_cfg, cfg, show=rows)
+    yield from data_findings(vlm_cfg, cfg, show=rows, position=position, gpus=gpus)
     if smoke:
         yield tried('short run', check_short_run, vlm_cfg, cfg, smoke)
 

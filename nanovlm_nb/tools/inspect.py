@@ -25,7 +25,7 @@ from ..data.drops import REMEDIES,Dropped,Drops
 from ..data.rows import FEATURES
 from ..data.samples import Plan
 from ..data.files import LOAD_ERRORS,config_names,parquet_footer,unread_columns
-from ..data.loader import PackLoader,get_dataloaders,size_line
+from ..data.loader import PackLoader,get_dataloaders,pack_loader,size_line
 from ..data.kept import loaders_of
 from ..data.lanes import naming
 from ..data.packing import collate_packs,pack,unpack
@@ -343,11 +343,31 @@ def _check_packs(loader:PackLoader)->str: # from `open_data`
     return f'{share:.1%} of {packs} are used, with {_value_range(samples)} samples'
 
 # %% ../../nbs/72_tools.inspect.ipynb #417d9689
+def _check_position(
+    position:dict, # of the data, in a checkpoint
+    loader:PackLoader, # from `open_data`
+    vlm_cfg:VLMConfig,
+    train_cfg:TrainConfig,
+    gpus:int, # ranks
+)->str:
+    "Returns where a run that resumes goes on in its data; raises where it would be refused."
+    epoch = position['epoch']
+    again = pack_loader(
+        loader.source, loader.samples, vlm_cfg, train_cfg, Dist(world_size=gpus), True, 0
+    )
+    try: again.load_state_dict(position)
+    except UsageError as e:
+        if not train_cfg.force_resume: raise
+        return f'the rest of epoch {epoch} is left out: {e}'
+    return f'the rows are as they were: it would go on in epoch {epoch}'
+
 def data_findings(
     vlm_cfg:VLMConfig,
     train_cfg:TrainConfig,
     n:int=SAMPLES, # rows to read, of training and of validation
     show:int=0, # samples to show
+    position:dict|None=None, # of the data, from which a run resumes
+    gpus:int=1, # ranks
 )->Iterator[Finding|str]: # a str is to be shown
     "Yields what the checks of the data find, one after the other."
     yield tried('columns', _check_columns, train_cfg)
@@ -360,6 +380,8 @@ def data_findings(
     except WRONG as e:
         yield failed('data', e)
         return
+    if position:
+        yield tried('resume', _check_position, position, train, vlm_cfg, train_cfg, gpus)
     yield tried('samples', check_rows, seen, held)
     if seen.plans:
         yield tried('left out', check_left_out, seen, held)
