@@ -40,6 +40,7 @@ class Family:
     ignore:tuple # patterns of their tensors that are not read
     fixed:dict = field(default_factory=dict) # our field -> the value that the family implies
     zeros:tuple = () # our tensors that they lack and that are zero
+    pixels:dict = field(default_factory=dict) # of a tower: what its image processor's file says
 
 # %% ../../nbs/34_model.backbones.ipynb #a1342c6a
 SIGLIP = Family(
@@ -68,7 +69,8 @@ SIGLIP = Family(
         vit_activation='hidden_act'
     ),
     dict(num_channels=3),
-    ('text_model.*', 'vision_model.head.*', 'logit_*', '*.position_ids')
+    ('text_model.*', 'vision_model.head.*', 'logit_*', '*.position_ids'),
+    pixels=dict(image_mean=[.5], image_std=[.5])
 )
 
 # %% ../../nbs/34_model.backbones.ipynb #47d072a9
@@ -94,7 +96,11 @@ CLIP = replace(
     fixed=dict(
         vit_cls_flag=True, vit_keep_patches=True, vit_pre_norm=True, vit_post_norm=False
     ),
-    zeros=('patch_embedding.conv.bias',)
+    zeros=('patch_embedding.conv.bias',),
+    pixels=dict(
+        image_mean=[.48145466,.4578275,.40821073],
+        image_std=[.26862954,.26130258,.27577711]
+    )
 )
 
 # %% ../../nbs/34_model.backbones.ipynb #33265949
@@ -129,7 +135,8 @@ DINOV2 = Family(
     },
     dict(num_channels=3, use_swiglu_ffn=False, mlp_ratio=4, qkv_bias=True),
     ('*.mask_token', 'classifier.*'),
-    fixed=dict(vit_img_size=224, vit_cls_flag=True, vit_keep_patches=True)
+    fixed=dict(vit_img_size=224, vit_cls_flag=True, vit_keep_patches=True),
+    pixels=dict(image_mean=[.485,.456,.406], image_std=[.229,.224,.225]) # ImageNet's
 )
 
 
@@ -342,8 +349,10 @@ def _tower_fields(cfg:VLMConfig)->dict[str,Any]: # names a vision backbone
     is_nanovlms = 'vit_model_type' not in cfg.given and not numbers.get('vit_cls_flag')
     if not plain or is_nanovlms: # its SigLIP takes pixels from 0 to 1
         return numbers
-    rules = read_json(resolve_checkpoint(cfg.vit_model_type), 'preprocessor_config.json')
-    return numbers | pixel_fields(rules) if rules else numbers
+    folder = resolve_checkpoint(cfg.vit_model_type)
+    family,_ = _family(folder, 'vit_hidden_dim')
+    rules = read_json(folder, 'preprocessor_config.json') or family.pixels
+    return numbers | pixel_fields(rules)
 
 
 # %% ../../nbs/34_model.backbones.ipynb #e7fe5c42

@@ -359,7 +359,7 @@ def _check_position(
     except UsageError as e:
         if not train_cfg.force_resume: raise
         return f'the rest of epoch {epoch} is left out: {e}'
-    return f'the rows are as they were: it would go on in epoch {epoch}'
+    return f'its position fits these rows: it would go on in epoch {epoch}'
 
 def data_findings(
     vlm_cfg:VLMConfig,
