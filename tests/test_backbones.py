@@ -253,9 +253,12 @@ def test_clip_and_qwen_train_together(tmp_path):
     )
     tower = clip.vision_model if hasattr(clip, 'vision_model') else clip
     with torch.no_grad():
-        assert (
-            model.eval().see(pixels) - tower(pixels).last_hidden_state[:, 1:]
-        ).abs().max() <= 1e-5
+        mean, std = (
+            torch.tensor(numbers)[:, None, None]
+            for numbers in (model.cfg.pixel_mean, model.cfg.pixel_std)
+        )
+        wanted = tower((pixels - mean) / std).last_hidden_state[:, 1:]
+        assert (model.eval().see(pixels) - wanted).abs().max() <= 1e-5
     model.train()(
         ids,
         pixels,

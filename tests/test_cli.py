@@ -24,7 +24,6 @@ from nanovlm_nb.core.config import (
     described,
     preset,
 )
-from nanovlm_nb.core.fields import OWN_ROWS
 from nanovlm_nb.core.settings import load_yaml, parse_args, save_yaml
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -254,7 +253,7 @@ def test_the_help_says_what_python_chooses_for_rows(named):
         assert 'with --cache_features leave out --random_crop' in text
         words[words.index('--random_crop') + 1] = 'None'
     of_python = _settings(400, 'shapes', named)
-    others = {'train_dataset_path': OWN_ROWS, 'num_workers': 0}
+    others = {'num_workers': 0}
     of_command = change(*parse_args(words)[:2], others)
     assert of_python == of_command
 

@@ -204,6 +204,7 @@ def test_a_run_of_wandb_that_the_script_has_begun_goes_on(tmp_path, monkeypatch)
     import wandb
 
     monkeypatch.setenv('WANDB_MODE', 'offline')
+    wandb.teardown()  # it may have read another mode in this process
     with wandb.init(project='sweep', dir=tmp_path, config=dict(lr_mp=2e-3)) as own:
         for name in ('first', 'second'):
             swept = dict(run_name=name, log_wandb=True, lr_mp=own.config['lr_mp'])

@@ -308,6 +308,7 @@ _COLUMNS = {
     'linear probe':"right by a regression on the vision tower's features, without a language model"
 }
 
+# %% ../../nbs/56_answers.look.ipynb #df01578b
 def look_at_checkpoint(
     checkpoint:str|Path, # or a run, or a hub id
     config:str|Path|None=None, # YAML file that names the data; None: that of the run

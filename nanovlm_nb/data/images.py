@@ -185,6 +185,7 @@ def content_of(src:Picture)->Any: # bytes, a path, an open file or an `Image`
         return b64decode(content.partition(',')[2]+'==')
     return content
 
+# %% ../../nbs/14_data.images.ipynb #e10c000a
 def open_header(src:Picture)->Image.Image: # opened lazily: size and mode are known, pixels are not decoded
     "Open a picture and read no more than its header."
     if ('ignore', None, Image.DecompressionBombWarning, None, 0) not in warnings.filters:

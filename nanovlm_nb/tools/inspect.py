@@ -361,6 +361,7 @@ def _check_position(
         return f'the rest of epoch {epoch} is left out: {e}'
     return f'its position fits these rows: it would go on in epoch {epoch}'
 
+# %% ../../nbs/72_tools.inspect.ipynb #417d968a
 def data_findings(
     vlm_cfg:VLMConfig,
     train_cfg:TrainConfig,

@@ -186,6 +186,7 @@ def _picture_files(folder):
     if isinstance(builder, ImageFolder) and all(map(names_picture, chain(*files.values()))):
         return files
 
+# %% ../../nbs/81_uses.classify.ipynb #2f60de77
 BUILT_IN:dict[str,Callable] = dict(digits=digits_splits, shapes=shapes_splits)
 
 def load_splits(
