@@ -71,13 +71,11 @@ def test_a_long_answer_is_asked_for_to_its_end():
     assert len(ids) > 32
 
     class Says(Asker):
-        def _streams(self, questions, max_new_tokens, *how):
-            self.asked = max_new_tokens
-            yield from super()._streams(questions, 1, *how)
+        def __call__(self, questions, max_new_tokens=32, **how):
+            return [self.tokenizer.decode(ids[:max_new_tokens])] * len(questions)
 
     asker = Says(model.model, model.tokenizer, model.image_processor)
-    evaluate(asker, rows)
-    assert asker.asked > len(ids)
+    assert evaluate(asker, rows).accuracy == 1
 
 
 def test_odd_columns_and_turns_without_an_answer_are_no_end():

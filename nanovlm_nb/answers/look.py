@@ -339,8 +339,9 @@ def look_at_checkpoint(
     )
     source = None
     if data:
-        of_file = dict(images_path=images_path, columns=columns or cfg.columns)
-        source = _source_of(data, cfg, **of_file)
+        source = _source_of(
+            data, cfg, images_path=images_path, columns=columns or cfg.columns
+        )
     val = held_out_loader(
         cfg,
         asker.model.cfg,

@@ -126,11 +126,13 @@ def keep_rows(
     held:list[dict] = []
     if whole and getattr(held_out, 'table', None) is not train.table: # rows of their own
         held,whole = fitting(_all_rows(held_out))
-    asked,_ = fitting(row for _,row in islice(held_out.rows_of(0, 1, 0), _HELD_OUT))
+    held_out_rows = (row for _,row in held_out.rows_of(0, 1, 0))
     if whole:
         size = _write(run_dir/KEPT_HELD_OUT, held)+_write(run_dir/KEPT_ROWS, rows)
         lines = [f'its rows are kept in {run_dir/KEPT_ROWS}, {size:.1f} MB']
+        asked = held or fitting(held_out_rows)[0]
         return lines+_known_pictures(rows, asked, bool(held))
+    asked,_ = fitting(islice(held_out_rows, _HELD_OUT))
     why = (f'not all rows are kept: they are more than {KEEP_BYTES/1e6:g} MB, a stream, or of loaders of '
         'your own')
     if not asked:

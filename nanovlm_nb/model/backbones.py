@@ -350,8 +350,10 @@ def _tower_fields(cfg:VLMConfig)->dict[str,Any]: # names a vision backbone
     if not plain or is_nanovlms: # its SigLIP takes pixels from 0 to 1
         return numbers
     folder = resolve_checkpoint(cfg.vit_model_type)
-    family,_ = _family(folder, 'vit_hidden_dim')
-    rules = read_json(folder, 'preprocessor_config.json') or family.pixels
+    rules = read_json(folder, 'preprocessor_config.json')
+    if not rules:
+        family,_ = _family(folder, 'vit_hidden_dim')
+        rules = family.pixels
     return numbers | pixel_fields(rules)
 
 

@@ -476,9 +476,8 @@ def _as_error(
     run:OpenRun, # which it has ended
 )->BaseException:
     "Returns what ends a program, or a cell, as the signal would have."
-    code = exit_code(run.run_dir)
     if number==signal.SIGINT: return KeyboardInterrupt(left_line(run))
-    return SystemExit(code)
+    return SystemExit(exit_code(run.run_dir))
 
 # %% ../../nbs/67_runs.run.ipynb #84d3c985
 def run(
