@@ -6,7 +6,7 @@
 __all__ = ['WORKSPACE', 'FIXED_SIZES', 'cpu_has_bfloat16', 'amp_dtype', 'autocast', 'blocks_of', 'compile_blocks', 'same_bits']
 
 # %% ../../nbs/44_training.precision.ipynb #574ce617
-import os
+import os,platform
 from collections.abc import Iterator
 from contextlib import contextmanager,ExitStack,nullcontext
 from functools import partial
@@ -20,8 +20,11 @@ from ..core.usage import require
 
 # %% ../../nbs/44_training.precision.ipynb #60d08a7f
 def cpu_has_bfloat16()->bool: # else a product takes many times as long as in float32
-    "Returns whether PyTorch has bfloat16 kernels for this processor."
-    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    "Returns whether this processor has instructions that multiply in bfloat16."
+    if not torch.backends.mkldnn.is_available(): return False
+    if platform.machine().lower() in ('arm64','aarch64'):
+        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return torch.cpu._is_avx512_bf16_supported()
 
 def amp_dtype(
     device:torch.device,
