@@ -281,6 +281,22 @@ def test_features_are_kept(tmp_path):
     assert line(tmp_path, 'kept', 'tiles seen').startswith('features: 0 tiles seen')
 
 
+def test_features_of_changed_pictures_are_kept(tmp_path):
+    "Two ways to see a picture are computed in two passes, and then read, on any number of ranks."
+    cached = [*SMALL, '--lr_vision_backbone', 0, '--data_cutoff_idx', 40, '--val_size', 2]
+    cached += ['--cache_features', 'True', '--random_crop', '.6', '--cached_views', 2]
+    steps = ['--max_training_steps', 14]
+    train([*cached, *steps, '--run_name', 'whole'], tmp_path)
+    train([*cached, *steps, '--run_name', 'two', '--batch_size', 1], tmp_path, ranks=2)
+    log = updates(tmp_path / 'checkpoints' / 'whole')
+    epochs = [r['epoch'] for r in log]
+    computed = [r['computed_features'] for r in log]
+    assert max(epochs) >= 3
+    assert all(n for n, epoch in zip(computed, epochs) if epoch < 2)
+    assert not any(n for n, epoch in zip(computed, epochs) if epoch > 1), 'known by then'
+    close(losses(tmp_path, 'two'), losses(tmp_path, 'whole'), 1e-5)
+
+
 # --- MiniMind-V's commands
 
 

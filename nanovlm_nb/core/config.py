@@ -481,6 +481,9 @@ class TrainConfig(Config):
     language_checkpointing:bool = False # * the same for the language model
     # * compute the features of a frozen vision tower once and keep them on disk
     cache_features:bool = False
+    # with cache_features: random_crop and custom_transforms show a training picture in so many ways, and then
+    # repeat them
+    cached_views:Pos = 6
     # fill the tiles of a micro-batch up with blank ones to a multiple of this, so that few shapes occur;
     # None: 8 on a GPU, else 1
     tile_multiple:Pos|None = None
@@ -693,7 +696,7 @@ _CAREFUL = rules(CAREFUL, {
     'max_training_steps max_training_samples max_epochs':
         'the learning rate follows the length of the run: it jumps to where the new schedule stands',
     'loss_average weight_decay betas max_grad_norm max_grad_spike vit_dropout lm_dropout moe_aux_weight '
-    'custom_transforms random_crop keep_columns':'from here on updates are made differently',
+    'custom_transforms random_crop cached_views keep_columns':'from here on updates are made differently',
     'images_path':'the pictures there must be the same ones',
     'dtype':'losses and weights will differ in their last digits',
     'max_val_batches':'validation losses, and which is the best, are measured on other data',

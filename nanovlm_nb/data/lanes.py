@@ -40,6 +40,7 @@ class PackRules:
     seed:int = 0 # of the shuffling within windows, and of augmentations
     shuffle:bool = True # False keeps the order of the rows, as for validation
     first:int = FIRST_WINDOW # packs of an epoch's first window; `window`: all are of one size
+    views:int|None = None # epochs after which augmentations repeat; None: they never do
 
 # %% ../../nbs/23_data.lanes.ipynb #1a4e0001
 @dataclass
@@ -221,8 +222,9 @@ def packs_of(lane:Lane, state:LaneState=LaneState())->Iterator[dict]: # as of `p
     for members,state,drops,cut in planned(lane, state):
         samples = []
         drops = [*drops]
+        view = state.epoch%rules.views if rules.views else state.epoch
         for plan,pictures in members or []:
-            rng = random.Random(f'{rules.seed}/{state.epoch}/{plan.id}') # other augmentations each epoch
+            rng = random.Random(f'{rules.seed}/{view}/{plan.id}') # other augmentations each epoch
             try:
                 with naming(plan.id):
                     samples.append(lane.samples.finish(plan, pictures, rng))

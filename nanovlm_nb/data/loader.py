@@ -497,7 +497,8 @@ def pack_loader(
         cfg.num_of_sequences,
         cfg.seed,
         shuffle,
-        first
+        first,
+        cfg.cached_views if cfg.cache_features else None
     )
     pin_memory = dist.device.type=='cuda'
     return PackLoader(
@@ -535,11 +536,6 @@ def transforms_of(
     ]
     if train_cfg.random_crop:
         transforms.append(partial(random_part, least=train_cfg.random_crop))
-    require(not transforms or not train_cfg.cache_features,
-        'cache_features with custom_transforms or '
-        'random_crop: changed pictures are new ones in each epoch, and keeping their features fills the '
-        'disk; '
-        'leave one of them out')
     return transforms
 
 # %% ../../nbs/25_data.loader.ipynb #30d19e98

@@ -189,10 +189,10 @@ def _time_here(
     whole = with_unit(plan['updates']*packs*later, _TIMES)
     text = f'{length}: about {whole} on this machine, where a pack takes {with_unit(later, _TIMES)}'
     if train_cfg.cache_features:
-        text += (
-            ', and more for the first pass, which computes the features and takes '
-            f'{with_unit(first, _TIMES)} for a pack'
-        )
+        changes = train_cfg.random_crop or train_cfg.custom_transforms
+        views = train_cfg.cached_views if changes else 1
+        passes = f'passes 1 to {views}' if views>1 else 'pass 1'
+        text += f', and {with_unit(first, _TIMES)} in {passes}, when features are computed'
     return text
 
 # %% ../../nbs/74_tools.check.ipynb #68aa0003
