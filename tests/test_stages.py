@@ -283,7 +283,15 @@ def test_features_are_kept(tmp_path):
 
 def test_features_of_changed_pictures_are_kept(tmp_path):
     "Two ways to see a picture are computed in two passes, and then read, on any number of ranks."
-    cached = [*SMALL, '--lr_vision_backbone', 0, '--data_cutoff_idx', 40, '--val_size', 2]
+    cached = [
+        *SMALL,
+        '--lr_vision_backbone',
+        0,
+        '--data_cutoff_idx',
+        40,
+        '--val_size',
+        2,
+    ]
     cached += ['--cache_features', 'True', '--random_crop', '.6', '--cached_views', 2]
     steps = ['--max_training_steps', 14]
     train([*cached, *steps, '--run_name', 'whole'], tmp_path)
@@ -293,7 +301,9 @@ def test_features_of_changed_pictures_are_kept(tmp_path):
     computed = [r['computed_features'] for r in log]
     assert max(epochs) >= 3
     assert all(n for n, epoch in zip(computed, epochs) if epoch < 2)
-    assert not any(n for n, epoch in zip(computed, epochs) if epoch > 1), 'known by then'
+    assert not any(n for n, epoch in zip(computed, epochs) if epoch > 1), (
+        'known by then'
+    )
     close(losses(tmp_path, 'two'), losses(tmp_path, 'whole'), 1e-5)
 
 
