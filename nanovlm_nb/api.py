@@ -75,13 +75,14 @@ def _settings(count, preset, given, val_size=None, kind=VLMConfig):
     backbones = [name for name in BACKBONE_RATES if given.get(name)]
     for name in backbones:
         rates.pop(BACKBONE_RATES[name], None) # see `change`
+    uncropped = given.get('custom_transforms') or given.get('cache_features')
     usual = _FOR_ROWS | rates
     if backbones and not given.keys() & _LENGTHS: # it learns faster than one from nothing
         usual |= dict(max_epochs=20)
     if backbones or given.get('max_epochs') or given.get('max_training_samples'):
         quarter = min(quarter, 100)
     usual |= dict(
-        random_crop=None if given.get('custom_transforms') else .7,
+        random_crop=None if uncropped else .7,
         val_size=val_size,
         ask_samples=min(val_size, 100),
         best_by='answers',

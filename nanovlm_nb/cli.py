@@ -150,7 +150,7 @@ def _train(vlm_cfg:VLMConfig, train_cfg:TrainConfig, asked:Namespace):
     a --vit_model_type that is: --val_size 40 --ask_samples 40 --data_cutoff_idx None --max_epochs 20
     --batch_size 4 --lr_mp 0.001 --lr_language_backbone 0.001 --random_crop 0.7 --eval_interval 100
     --best_by answers --max_keep_ckpts 1. With --load_from leave out --max_epochs and --eval_interval, and
-    set the three learning rates to 0.00005."""
+    set the three learning rates to 0.00005; with --cache_features leave out --random_crop."""
     from nanovlm_nb.runs.run import main
     return main(vlm_cfg, train_cfg, asked)
 

@@ -249,6 +249,9 @@ def test_the_help_says_what_python_chooses_for_rows(named):
         words += ['--lr_language_backbone', '5e-5']
         for left_out, usual in (('--max_epochs', 'None'), ('--eval_interval', '375')):
             words[words.index(left_out) + 1] = usual
+    if 'cache_features' in named:
+        assert 'with --cache_features leave out --random_crop' in text
+        words[words.index('--random_crop') + 1] = 'None'
     of_python = _settings(400, 'shapes', named)
     others = {'num_workers': 0}
     of_command = change(*parse_args(words)[:2], others)
