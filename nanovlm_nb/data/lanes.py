@@ -222,9 +222,10 @@ def packs_of(lane:Lane, state:LaneState=LaneState())->Iterator[dict]: # as of `p
     for members,state,drops,cut in planned(lane, state):
         samples = []
         drops = [*drops]
+        # other augmentations each epoch, until they repeat
         view = state.epoch%rules.views if rules.views else state.epoch
         for plan,pictures in members or []:
-            rng = random.Random(f'{rules.seed}/{view}/{plan.id}') # other augmentations each epoch
+            rng = random.Random(f'{rules.seed}/{view}/{plan.id}')
             try:
                 with naming(plan.id):
                     samples.append(lane.samples.finish(plan, pictures, rng))
